@@ -1,0 +1,1 @@
+"""Fine-tune any Hugging Face language model from one recipe."""

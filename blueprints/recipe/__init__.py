@@ -1,0 +1,1 @@
+"""The recipe: grammar, layers, faults and explanations."""

@@ -1,0 +1,479 @@
+"""The recipe's grammar: every block, key, type, default and range, for all six methods.
+
+The docstring under a field is its documentation, once: the JSON schema, `blueprints explain` and the reference page are
+generated from it. Field names are those the field already uses: PEFT's, Transformers' and TRL's.
+
+A value of None in the source means "derived": `Recipe.resolve` fills it by the rule its docstring states, so that a
+resolved recipe holds no open question and hashes the same everywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+METHODS = ("sft", "dpo", "ppo", "grpo", "distill", "qat")
+Method = Literal["sft", "dpo", "ppo", "grpo", "distill", "qat"]
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Uri = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9+.-]*://.+$", max_length=2048)]
+Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|[kMGTPE]|[KMGTPE]i)?$")]
+
+
+class Block(BaseModel):
+    """Base of every block: strict types, no unknown keys, immutable, docstrings as descriptions."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, validate_default=True
+    )
+
+
+class ModelConfig(Block):
+    """The base model: where it comes from and how it is loaded."""
+
+    uri: Uri
+    """Source of the model: `hf://org/name`, `file:///dir` or `builtin://name`."""
+    revision: str | None = None
+    """Branch, tag or commit of a `hf://` model; the commit it resolves to is recorded with the output."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type the frozen weights are kept in. `auto`: float32 on CPU; on GPU the type the checkpoint was saved in. Smaller
+    types halve memory and lose precision."""
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
+    """Attention kernel, by Transformers' name. `auto` takes `sdpa`. A kernel that is not installed stops the run."""
+    trust_remote_code: bool = False
+    """Run Python code shipped inside the model's repository. It can do anything you can: leave it off."""
+    chat_template: str | None = None
+    """Jinja chat template that replaces the tokenizer's own (for base models that have none)."""
+    ignore_patterns: list[str] = Field(default_factory=lambda: ["*.msgpack", "*.h5", "*.bin", "*.pt", "*.pth"])
+    """Files of the source not to fetch, as glob patterns. The default skips pickles and other frameworks' weights."""
+
+
+class DatasetConfig(Block):
+    """The training rows: where they come from and how they are read."""
+
+    uri: Uri
+    """Source of the rows: `hf://org/name[@revision]`, `file:///path` (file, directory or glob) or `builtin://name`."""
+    revision: str | None = None
+    """Branch, tag or commit of a `hf://` data set."""
+    split: str = "train"
+    """Split to train on, recognised from file and directory names (`train.jsonl`, `data/train-00000-of-00001.parquet`).
+    A source without named splits is all one split."""
+    eval_split: str | None = None
+    """Split held out for evaluation. Default: the first of `validation`, `valid`, `dev`, `eval`, `test` that the source
+    has, if `test_size` is not set."""
+    test_size: float | NonNegativeInt | None = None
+    """Rows to hold out of `split` for evaluation when there is no evaluation split: a share below 1 or a number of rows.
+    0: none. Default: none."""
+    format: Literal["auto", "messages", "sharegpt", "prompt_completion", "alpaca", "text", "preference", "prompt"] = (
+        "auto"
+    )
+    """Shape of the rows. `auto` detects it from the first rows and says in the log what it saw."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Names the source uses, by the name the format expects: `{prompt: question, completion: answer}`."""
+    max_rows: PositiveInt | None = None
+    """Use only the first rows of the training split. Good for a trial run."""
+    overlong: Literal["error", "drop", "truncate"] = "error"
+    """What to do with an answer that `training.max_length` would cut: stop (a model that sees cut answers learns not to
+    stop), drop the row and count it, or truncate it and count it. Plain text is always truncated and counted."""
+    max_faults: PositiveInt = 100
+    """Faulty rows to report before giving up."""
+    ignore_patterns: list[str] = Field(default_factory=list)
+    """Files of the source not to fetch, as glob patterns."""
+
+
+class LoraConfig(Block):
+    """Low-rank adapters (PEFT). Absent: all weights are trained."""
+
+    r: PositiveInt = 16
+    """Rank of the update. Higher learns more, costs memory and can overfit; 8 to 64 covers most uses."""
+    lora_alpha: PositiveInt | None = None
+    """Scale of the update, applied as lora_alpha / r (or / sqrt(r) with `use_rslora`). Default: 2 * r."""
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout on the adapter's input. A little (0.05) helps on small data."""
+    target_modules: str | list[str] = "all-linear"
+    """Layers that get an adapter: `all-linear`, a list of name endings (`[q_proj, v_proj]`) or a regular expression.
+    Naming a layer the model does not have stops the run."""
+    exclude_modules: str | list[str] | None = None
+    """Layers never to adapt, as a list of name endings or a regular expression."""
+    modules_to_save: list[str] | None = None
+    """Layers trained and saved whole beside the adapter, such as `lm_head` or `embed_tokens`."""
+    use_rslora: bool = False
+    """Rank-stabilised scaling, lora_alpha / sqrt(r) (arXiv:2312.03732). Better at high ranks."""
+    use_dora: bool = False
+    """Weight-decomposed adapters (arXiv:2402.09353). Often better at low ranks, slower."""
+    bias: Literal["none", "all", "lora_only"] = "none"
+    """Which biases are trained too."""
+    init_lora_weights: bool | Literal["gaussian", "olora", "pissa", "orthogonal"] = True
+    """How the adapter starts. `true` starts as the base model exactly; `pissa` and `olora` change the base weights."""
+    layers_to_transform: int | list[int] | None = None
+    """Layer indices to adapt. Default: all."""
+    rank_pattern: dict[str, int] = Field(default_factory=dict)
+    """Other ranks for some layers, by name or regular expression."""
+    alpha_pattern: dict[str, int] = Field(default_factory=dict)
+    """Other lora_alpha for some layers, by name or regular expression."""
+    quantize_base: bool = False
+    """QLoRA: keep the frozen base in 4 bits (bitsandbytes NF4). About a quarter of the memory, slower steps."""
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
+    """4-bit type of the base with `quantize_base`."""
+    bnb_4bit_use_double_quant: bool = True
+    """Quantise the quantisation constants too (0.4 bits per weight saved) with `quantize_base`."""
+
+
+class TrainingConfig(Block):
+    """The optimisation, common to all methods. Names and meanings are those of Transformers' TrainingArguments."""
+
+    learning_rate: PositiveFloat | None = None
+    """Peak learning rate. Default by method: sft 2e-4 with LoRA, 2e-5 without; dpo 1e-5 / 1e-6; grpo and ppo 1e-5 /
+    1e-6; distill 1e-4 / 1e-5; qat 2e-4 / 2e-5."""
+    num_train_epochs: PositiveFloat = 1.0
+    """Passes over the training rows. Ignored when `max_steps` is set."""
+    max_steps: PositiveInt | None = None
+    """Stop after this many optimizer steps. Default: as `num_train_epochs` says."""
+    per_device_train_batch_size: PositiveInt = 8
+    """Rows (packed sequences, with packing) per process and micro-step. The first dial for memory."""
+    per_device_eval_batch_size: PositiveInt = 8
+    """Rows per process in evaluation."""
+    gradient_accumulation_steps: PositiveInt = 1
+    """Micro-steps per optimizer step. Raises the effective batch without memory."""
+    max_length: PositiveInt = 1024
+    """Longest sequence in tokens; also the length that packing fills. See `dataset.overlong`."""
+    lr_scheduler_type: Literal[
+        "linear", "cosine", "constant", "constant_with_warmup", "cosine_with_restarts", "polynomial", "inverse_sqrt"
+    ] = "cosine"
+    """Shape of the learning rate after warm-up."""
+    warmup_steps: NonNegativeFloat = 0.03
+    """Steps of rising learning rate; below 1: that share of all steps."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: NonNegativeFloat = 1.0
+    """Clip the gradient's norm here. 0: no clipping."""
+    adam_beta1: Fraction = 0.9
+    """Decay of the optimizer's first moment."""
+    adam_beta2: Fraction = 0.999
+    """Decay of the optimizer's second moment."""
+    adam_epsilon: PositiveFloat = 1e-8
+    """Numerical floor in the optimizer."""
+    optim: Literal["adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "paged_adamw_8bit", "adafactor", "sgd"] = (
+        "adamw_torch"
+    )
+    """Optimizer, by Transformers' name. The 8-bit ones keep a quarter of the state."""
+    bf16: bool | Literal["auto"] = "auto"
+    """Compute in bfloat16 (mixed precision). `auto`: on where the GPU supports it, off on CPU. `false`: float32."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: much less memory, about a third slower."""
+    neftune_noise_alpha: PositiveFloat | None = None
+    """Noise on the embeddings (arXiv:2310.05914), usually 5. Default: off."""
+    seed: NonNegativeInt = 42
+    """Seed of initialisation, dropout and generation."""
+    data_seed: NonNegativeInt | None = None
+    """Seed of the order of rows. Default: `seed`."""
+    logging_steps: PositiveInt = 1
+    """Optimizer steps between log lines."""
+    eval_steps: PositiveInt | None = None
+    """Optimizer steps between evaluations of the held-out loss. Default: only before and after training."""
+    save_steps: PositiveInt = 100
+    """Optimizer steps between checkpoints. A killed job repeats at most this many."""
+    save_total_limit: PositiveInt = 2
+    """Checkpoints to keep."""
+    report_to: list[Literal["trackio", "tensorboard", "wandb", "mlflow"]] = Field(default_factory=list)
+    """Trackers to report to, by name. One that is not installed stops the run."""
+
+
+class EvalConfig(Block):
+    """What is measured on held-out rows, before and after."""
+
+    metric: Literal["none", "exact_match"] = "none"
+    """Score of generated answers. `exact_match`: share equal to the reference after trimming white space."""
+    max_rows: PositiveInt = 200
+    """Held-out rows to generate answers for (metric) and to compute the loss on."""
+    samples: NonNegativeInt = 8
+    """Held-out prompts whose answers before and after are shown in the report."""
+    max_new_tokens: PositiveInt = 64
+    """Longest generated answer in tokens."""
+
+
+class SFTOptions(Block):
+    """Supervised fine-tuning. Names are those of TRL's SFTConfig."""
+
+    packing: bool = False
+    """Fill sequences of `training.max_length` with several rows. Faster on short rows; rows stay isolated: attention
+    and positions restart at each."""
+    completion_only_loss: bool = True
+    """Train on the answers alone. `false` trains on the prompts too."""
+    loss_type: Literal["nll", "dft"] = "nll"
+    """`nll`: cross-entropy. `dft`: dynamic fine-tuning (arXiv:2508.05629)."""
+
+
+class DPOOptions(Block):
+    """Direct preference optimisation. Names are those of TRL's DPOConfig."""
+
+    beta: PositiveFloat = 0.1
+    """Strength of the pull towards the reference model. Higher stays closer."""
+    loss_type: Literal[
+        "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+        "apo_zero", "apo_down", "discopop", "sft",
+    ] = "sigmoid"  # fmt: skip
+    """Preference loss, by TRL's name."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Assumed share of flipped preferences."""
+    reference_free: bool = False
+    """Use a uniform reference instead of the base model."""
+    precompute_ref_log_probs: bool = False
+    """Compute the reference's log-probabilities once, before training."""
+
+
+class RewardFunction(Block):
+    """One reward of PPO or GRPO."""
+
+    name: str
+    """`exact_match`, `numeric_match`, `regex`, `json_schema`, `length`, or your own `module:function`."""
+    weight: float = 1.0
+    """Its weight in the sum."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for it, such as `{pattern: '^\\d+$'}`."""
+
+
+class PPOOptions(Block):
+    """Proximal policy optimisation. Names are those of TRL's PPOConfig."""
+
+    reward_model: Uri | None = None
+    """Sequence classification model that scores completions. Either this or `reward_funcs`."""
+    reward_funcs: list[RewardFunction] = Field(default_factory=list)
+    """Functions that score completions. Either these or `reward_model`."""
+    num_ppo_epochs: PositiveInt = 4
+    """Optimisation passes over each batch of completions."""
+    num_mini_batches: PositiveInt = 1
+    """Parts a batch is split into in each pass."""
+    kl_coef: NonNegativeFloat = 0.05
+    """Weight of the penalty for leaving the reference model."""
+    cliprange: PositiveFloat = 0.2
+    """Clip range of the policy ratio."""
+    vf_coef: NonNegativeFloat = 0.1
+    """Weight of the value loss."""
+    cliprange_value: PositiveFloat = 0.2
+    """Clip range of the value."""
+    gamma: Fraction = 1.0
+    """Discount."""
+    lam: Fraction = 0.95
+    """Lambda of generalised advantage estimation (arXiv:1506.02438)."""
+    whiten_rewards: bool = False
+    """Normalise rewards to mean 0 and variance 1 in each batch."""
+    temperature: PositiveFloat = 0.7
+    """Sampling temperature."""
+    max_completion_length: PositiveInt = 128
+    """Longest completion in tokens."""
+
+
+class GRPOOptions(Block):
+    """Group relative policy optimisation. Names are those of TRL's GRPOConfig."""
+
+    reward_funcs: list[RewardFunction] = Field(default_factory=list)
+    """Functions that score completions; at least one."""
+    num_generations: Annotated[int, Field(ge=2)] = 8
+    """Completions per prompt: the group. Larger is steadier and slower."""
+    max_completion_length: PositiveInt = 256
+    """Longest completion in tokens."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature. Too low and the group agrees: nothing to learn."""
+    beta: NonNegativeFloat = 0.0
+    """Weight of the KL term against the reference. 0: no reference in memory."""
+    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo"] = "dapo"
+    """How token losses are normalised, by TRL's name."""
+    epsilon: PositiveFloat = 0.2
+    """Clip range of the policy ratio."""
+    epsilon_high: PositiveFloat | None = None
+    """Upper clip range. Default: `epsilon`."""
+    num_iterations: PositiveInt = 1
+    """Optimisation passes over each batch of completions."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Standard deviation the advantage is divided by."""
+    mask_truncated_completions: bool = False
+    """Leave completions that ran into the limit out of the loss."""
+    use_vllm: bool = False
+    """Generate with vLLM, which must be installed."""
+    vllm_mode: Literal["colocate", "server"] = "colocate"
+    """vLLM in the training process or at `vllm_server_base_url`."""
+    vllm_server_base_url: str | None = None
+    """Address of a vLLM server, such as `http://127.0.0.1:8000`."""
+
+
+class DistillOptions(Block):
+    """Knowledge distillation from a teacher. Names are those of TRL's DistillationConfig and GKDConfig."""
+
+    teacher: Uri | None = None
+    """The teacher model; required for logit distillation."""
+    teacher_revision: str | None = None
+    """Branch, tag or commit of a `hf://` teacher."""
+    lmbda: Fraction = 0.5
+    """Share of batches sampled from the student (on-policy). 0: only the data; 1: only the student."""
+    beta: Fraction = 0.5
+    """Divergence: 0 forward KL, 1 reverse KL, between: generalised Jensen-Shannon (arXiv:2306.13649)."""
+    temperature: PositiveFloat = 0.9
+    """Temperature of both distributions and of sampling."""
+    max_completion_length: PositiveInt = 128
+    """Longest sampled completion in tokens."""
+    seq_kd: bool = False
+    """Sequence-level distillation: train on the teacher's text."""
+
+
+class QATOptions(Block):
+    """Quantisation-aware training (torchao)."""
+
+    base_config: Literal["int8_dynamic_act_int4_weight", "int4_weight_only", "int8_weight_only"] = (
+        "int8_dynamic_act_int4_weight"
+    )
+    """The quantisation the model is trained for, by torchao's name."""
+    group_size: Annotated[int, Field(ge=8)] = 32
+    """Weights that share one scale. Smaller is more precise and larger on disk."""
+    packing: bool = False
+    """Fill sequences of `training.max_length` with several rows."""
+    completion_only_loss: bool = True
+    """Train on the answers alone."""
+
+
+class OutputConfig(Block):
+    """What is left behind when the run has ended."""
+
+    merge: bool = False
+    """Also save the model with the adapter merged in (`/workspace/output/model`); proved like the adapter."""
+    proof_rows: PositiveInt = 8
+    """Held-out rows on which the reloaded artifact's logits are compared with the live model's."""
+    proof_tolerance: PositiveFloat | None = None
+    """Largest difference of a logit allowed by the proof. Default: 1e-3 in float32, 0.1 in 16 bits or 4 bits."""
+
+
+class ResourcesConfig(Block):
+    """What one run may use."""
+
+    num_nodes: PositiveInt = 1
+    """Machines (Pods). More than one trains data-parallel."""
+    gpu: NonNegativeInt = 0
+    """GPUs per node. 0: CPU."""
+    gpu_resource: str = "nvidia.com/gpu"
+    """Name of the GPU resource in the cluster (`amd.com/gpu`, `nvidia.com/mig-1g.10gb`, ...)."""
+    num_proc_per_node: PositiveInt | None = None
+    """Training processes per node. Default: `gpu`, at least 1."""
+    cpu: Quantity | None = None
+    """CPU per node, as a Kubernetes quantity (`"8"`, `"500m"`). Default: the runtime's."""
+    memory: Quantity | None = None
+    """Memory per node, as a Kubernetes quantity (`64Gi`). Default: the runtime's."""
+    strategy: Literal["auto", "ddp", "fsdp", "zero2", "zero3"] = "auto"
+    """How several processes share the work. `auto`: one process trains alone, more use DDP."""
+
+
+class RuntimeConfig(Block):
+    """The ClusterTrainingRuntime the job runs on, and what the job adds to it."""
+
+    name: str | None = None
+    """Name of the runtime. Default: `llm-<method>`."""
+    image: str | None = None
+    """Trainer image instead of the runtime's."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment of the trainer. Never put a secret here: use `secret_ref`."""
+    secret_ref: str | None = None
+    """Secret whose keys (`HF_TOKEN`, `ACCESS_TOKEN`, ...) become the initializers' environment."""
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Labels of the TrainJob, such as `kueue.x-k8s.io/queue-name`."""
+    active_deadline_seconds: PositiveInt | None = None
+    """Seconds after which the job is stopped and failed. Default: no limit."""
+
+
+LEARNING_RATES: dict[str, tuple[float, float]] = {
+    "sft": (2e-4, 2e-5),
+    "dpo": (1e-5, 1e-6),
+    "ppo": (1e-5, 1e-6),
+    "grpo": (1e-5, 1e-6),
+    "distill": (1e-4, 1e-5),
+    "qat": (2e-4, 2e-5),
+}
+"""Default learning rates by method: with LoRA, without."""
+
+
+class Recipe(Block):
+    """A whole fine-tuning run: what to train, on what, how, and where."""
+
+    method: Method
+    """How the model is trained: sft, dpo, ppo, grpo, distill or qat."""
+    model: ModelConfig
+    """The base model; short form: its URI."""
+    dataset: DatasetConfig
+    """The training rows; short form: their URI."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters. Absent: all weights."""
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    """The optimisation."""
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    """What is measured on held-out rows."""
+    sft: SFTOptions | None = None
+    """Knobs of supervised fine-tuning."""
+    dpo: DPOOptions | None = None
+    """Knobs of direct preference optimisation."""
+    ppo: PPOOptions | None = None
+    """Knobs of proximal policy optimisation."""
+    grpo: GRPOOptions | None = None
+    """Knobs of group relative policy optimisation."""
+    distill: DistillOptions | None = None
+    """Knobs of distillation."""
+    qat: QATOptions | None = None
+    """Knobs of quantisation-aware training."""
+    output: OutputConfig = Field(default_factory=OutputConfig)
+    """What is left behind."""
+    resources: ResourcesConfig = Field(default_factory=ResourcesConfig)
+    """What the run may use."""
+    runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
+    """The runtime it runs on; short form: its name."""
+
+    @field_validator("model", "dataset", mode="before")
+    @classmethod
+    def _uri_short_form(cls, value: object) -> object:
+        return {"uri": value} if isinstance(value, str) else value
+
+    @field_validator("runtime", mode="before")
+    @classmethod
+    def _name_short_form(cls, value: object) -> object:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_method_block(cls, value: object) -> object:
+        """The method's own block exists even when the recipe does not mention it."""
+        if isinstance(value, dict) and value.get("method") in METHODS and value.get(value["method"]) is None:
+            return value | {value["method"]: {}}
+        return value
+
+    def resolve(self) -> Recipe:
+        """This recipe with every derived default filled in.
+
+        Returns:
+            a recipe of the same content without None where a docstring above states a rule.
+        """
+        data = self.model_dump()
+        training, lora, resources = data["training"], data["lora"], data["resources"]
+        with_lora, without = LEARNING_RATES[self.method]
+        if training["learning_rate"] is None:
+            training["learning_rate"] = with_lora if lora else without
+        if training["data_seed"] is None:
+            training["data_seed"] = training["seed"]
+        if lora and lora["lora_alpha"] is None:
+            lora["lora_alpha"] = 2 * lora["r"]
+        if resources["num_proc_per_node"] is None:
+            resources["num_proc_per_node"] = max(1, resources["gpu"])
+        if data["runtime"]["name"] is None:
+            data["runtime"]["name"] = f"llm-{self.method}"
+        return type(self).model_validate(data)
+
+    def canonical_json(self) -> str:
+        """The resolved recipe as one line of sorted JSON: what the hash is taken of."""
+        data = self.resolve().model_dump(mode="json", exclude_none=True)
+        return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+    def hash(self) -> str:
+        """sha256 of the resolved recipe, as 64 hex digits; equal wherever the recipe is resolved."""
+        return hashlib.sha256(self.canonical_json().encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""Trainers: one file per fine-tuning method, run as `torchrun -m trainers`."""
