@@ -1,0 +1,161 @@
+"""The TrainJob of a recipe, and how manifests are written as YAML."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from blueprints.errors import UsageError
+from blueprints.manifests import API_GROUP, API_VERSION, name_limit
+from blueprints.recipe import load_recipe, overrides_between
+from blueprints.runtimes import Manifest, get_runtime, recipe_of
+
+if TYPE_CHECKING:
+    from blueprints.recipe import LoadedRecipe
+    from blueprints.recipe.schema import Recipe
+
+RECIPE_HASH = "blueprints.llm-blueprints.dev/recipe-hash"
+"""Annotation: sha256 of the resolved recipe. Equal hashes mean equal runs."""
+MANAGED_BY = {"app.kubernetes.io/managed-by": "llm-blueprints"}
+_SUFFIX_DIGITS = 6
+
+
+def runtime_for(recipe: Recipe) -> Manifest:
+    """The runtime a resolved recipe runs on.
+
+    Raises:
+        UsageError: there is none of that name, or none for the method.
+    """
+    name = recipe.runtime.name or f"llm-{recipe.method}"
+    try:
+        return get_runtime(name)
+    except UsageError as error:
+        if name != f"llm-{recipe.method}":
+            raise
+        problem = f"this version has no trainer for the method {recipe.method!r} (runtime {name!r})"
+        raise UsageError(problem, where="method", todo=error.todo) from None
+
+
+def train_job(loaded: LoadedRecipe, runtime: Manifest, *, name: str | None = None) -> Manifest:
+    """The TrainJob that runs a recipe on a runtime.
+
+    Its arguments carry only what differs from the recipe they name: the shipped one the user started from, else the
+    runtime's own. Equal input gives equal output.
+
+    Args:
+        loaded: the recipe, resolved.
+        runtime: a ClusterTrainingRuntime.
+        name: of the job. Default: the recipe's name and the first digits of its hash.
+    """
+    recipe = loaded.recipe
+    base = loaded.shipped or recipe_of(runtime)
+    if base is None:
+        where = f"{runtime['kind']} {runtime['metadata']['name']}"
+        raise UsageError("the runtime's trainer names no recipe", where=where, todo="add --recipe NAME to its args")
+    overrides = overrides_between(load_recipe(base, environ={}).recipe, recipe)
+    metadata = {
+        "name": name or default_name(loaded, runtime),
+        "labels": {**MANAGED_BY, **dict(sorted(recipe.runtime.labels.items()))},
+        "annotations": {RECIPE_HASH: recipe.hash()},
+    }
+    spec: Manifest = {
+        "runtimeRef": {"apiGroup": API_GROUP, "kind": runtime["kind"], "name": runtime["metadata"]["name"]},
+        "initializer": _initializer(recipe, base, overrides),
+        "trainer": _trainer(recipe, base, overrides),
+    }
+    if recipe.runtime.active_deadline_seconds is not None:
+        spec["activeDeadlineSeconds"] = recipe.runtime.active_deadline_seconds
+    return {"apiVersion": API_VERSION, "kind": "TrainJob", "metadata": metadata, "spec": spec}
+
+
+def default_name(loaded: LoadedRecipe, runtime: Manifest, *, unique: bool = False) -> str:
+    """A valid job name made of the recipe's name and six hexadecimal digits.
+
+    Args:
+        loaded: the recipe.
+        runtime: it decides how long a name may be.
+        unique: random digits, for a new job; else those of the recipe's hash.
+    """
+    digits = secrets.token_hex(_SUFFIX_DIGITS // 2) if unique else loaded.recipe.hash()[:_SUFFIX_DIGITS]
+    limit = name_limit(runtime, loaded.recipe.resources.num_nodes) - _SUFFIX_DIGITS - 1
+    source = loaded.source or loaded.recipe.method
+    stem = re.split(r"[/\\]", source)[-1].lower().removesuffix(".yaml").removesuffix(".yml")
+    base = re.sub(r"[^a-z0-9]+", "-", stem).lstrip("-0123456789")[:limit].strip("-")
+    return f"{base or loaded.recipe.method}-{digits}"
+
+
+def _initializer(recipe: Recipe, base: str, overrides: list[str]) -> Manifest:
+    # Both get the whole recipe: rows are prepared for the method with the model's tokenizer.
+    common = {
+        "BLUEPRINTS_RECIPE": base,
+        "BLUEPRINTS_OVERRIDES": json.dumps(overrides, ensure_ascii=False),
+    }
+    result: Manifest = {}
+    for role, source in (("dataset", recipe.dataset), ("model", recipe.model)):
+        env = dict(common)
+        if source.revision is not None:
+            env["REVISION"] = source.revision
+        if source.ignore_patterns:
+            env["IGNORE_PATTERNS"] = ",".join(source.ignore_patterns)
+        result[role] = {"storageUri": source.uri, "env": _env(env)}
+        if recipe.runtime.secret_ref is not None:
+            result[role]["secretRef"] = {"name": recipe.runtime.secret_ref}
+    return result
+
+
+def _trainer(recipe: Recipe, base: str, overrides: list[str]) -> Manifest:
+    resources = recipe.resources
+    trainer: Manifest = {}
+    if recipe.runtime.image is not None:
+        trainer["image"] = recipe.runtime.image
+    trainer["args"] = ["--recipe", base, *overrides]
+    trainer["numNodes"] = resources.num_nodes
+    trainer["numProcPerNode"] = resources.num_proc_per_node or max(1, resources.gpu)
+    limits: Manifest = {}
+    if resources.cpu is not None:
+        limits["cpu"] = resources.cpu
+    if resources.memory is not None:
+        limits["memory"] = resources.memory
+    if resources.gpu:
+        limits[resources.gpu_resource] = resources.gpu
+    if limits:
+        trainer["resourcesPerNode"] = {"limits": limits}
+    if recipe.runtime.env:
+        trainer["env"] = _env(recipe.runtime.env)
+    return trainer
+
+
+def _env(variables: Mapping[str, str]) -> list[Manifest]:
+    return [{"name": name, "value": value} for name, value in sorted(variables.items())]
+
+
+def to_yaml(manifest: Manifest) -> str:
+    """A manifest as YAML that every parser, YAML 1.1 or 1.2, reads as the same data."""
+    return yaml.dump(manifest, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what one YAML version takes for a string and another for a number or a truth value."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:  # noqa: ARG002 - PyYAML's hook
+        super().increase_indent(flow, False)
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - PyYAML's hook
+        return True
+
+
+_PLAIN = re.compile(r"^[A-Za-z/][^\n]*$")
+_WORDS = re.compile(r"^(y|n|yes|no|on|off|true|false|null)$", re.IGNORECASE)
+
+
+def _represent_string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = None if _PLAIN.match(text) and not _WORDS.match(text) else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_string)
