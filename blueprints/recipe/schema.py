@@ -11,9 +11,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
+
+from blueprints.errors import RecipeError
+
+SCHEMES = ("builtin", "file", "hf")
+"""URI schemes this version reads."""
+BUILTIN_MODELS = ("tiny-llama",)
+BUILTIN_DATASETS = ("orders",)
 
 METHODS = ("sft", "dpo", "ppo", "grpo", "distill", "qat")
 Method = Literal["sft", "dpo", "ppo", "grpo", "distill", "qat"]
@@ -22,17 +32,42 @@ PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Uri = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9+.-]*://.+$", max_length=2048)]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Text = Annotated[str, Field(min_length=1)]
+Uri = Annotated[str, Field(min_length=1, max_length=2048)]
+"""A source. Its scheme and form are checked with the whole recipe, where a wrong one gets a useful hint."""
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|[kMGTPE]|[KMGTPE]i)?$")]
 
 
+B = TypeVar("B", bound="Block")
+
+
 class Block(BaseModel):
-    """Base of every block: strict types, no unknown keys, immutable, docstrings as descriptions."""
+    """Base of every block: strict types, no unknown keys, immutable, docstrings as descriptions.
+
+    Raises:
+        RecipeError: on construction with values that do not fit, naming all of them.
+    """
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, validate_default=True
     )
+
+    if not TYPE_CHECKING:  # type checkers see the signature made of the fields
+
+        def __init__(self, **values: Any) -> None:
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                from blueprints.recipe.faults import python_faults
+
+                name = type(self).__name__
+                raise RecipeError(python_faults(type(self), values, error), subject=f"python {name}") from None
+
+        # Without this mark pydantic would call __init__ for every nested block too, and the first wrong block would
+        # hide the faults of the others.
+        __init__.__pydantic_base_init__ = True
 
 
 class ModelConfig(Block):
@@ -40,7 +75,7 @@ class ModelConfig(Block):
 
     uri: Uri
     """Source of the model: `hf://org/name`, `file:///dir` or `builtin://name`."""
-    revision: str | None = None
+    revision: Text | None = None
     """Branch, tag or commit of a `hf://` model; the commit it resolves to is recorded with the output."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type the frozen weights are kept in. `auto`: float32 on CPU; on GPU the type the checkpoint was saved in. Smaller
@@ -60,15 +95,15 @@ class DatasetConfig(Block):
 
     uri: Uri
     """Source of the rows: `hf://org/name[@revision]`, `file:///path` (file, directory or glob) or `builtin://name`."""
-    revision: str | None = None
+    revision: Text | None = None
     """Branch, tag or commit of a `hf://` data set."""
-    split: str = "train"
+    split: Text = "train"
     """Split to train on, recognised from file and directory names (`train.jsonl`, `data/train-00000-of-00001.parquet`).
     A source without named splits is all one split."""
-    eval_split: str | None = None
+    eval_split: Text | None = None
     """Split held out for evaluation. Default: the first of `validation`, `valid`, `dev`, `eval`, `test` that the source
     has, if `test_size` is not set."""
-    test_size: float | NonNegativeInt | None = None
+    test_size: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | NonNegativeInt | None = None
     """Rows to hold out of `split` for evaluation when there is no evaluation split: a share below 1 or a number of rows.
     0: none. Default: none."""
     format: Literal["auto", "messages", "sharegpt", "prompt_completion", "alpaca", "text", "preference", "prompt"] = (
@@ -97,12 +132,12 @@ class LoraConfig(Block):
     """Scale of the update, applied as lora_alpha / r (or / sqrt(r) with `use_rslora`). Default: 2 * r."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the adapter's input. A little (0.05) helps on small data."""
-    target_modules: str | list[str] = "all-linear"
+    target_modules: Text | Annotated[list[Text], Field(min_length=1)] = "all-linear"
     """Layers that get an adapter: `all-linear`, a list of name endings (`[q_proj, v_proj]`) or a regular expression.
     Naming a layer the model does not have stops the run."""
-    exclude_modules: str | list[str] | None = None
+    exclude_modules: Text | list[Text] | None = None
     """Layers never to adapt, as a list of name endings or a regular expression."""
-    modules_to_save: list[str] | None = None
+    modules_to_save: list[Text] | None = None
     """Layers trained and saved whole beside the adapter, such as `lm_head` or `embed_tokens`."""
     use_rslora: bool = False
     """Rank-stabilised scaling, lora_alpha / sqrt(r) (arXiv:2312.03732). Better at high ranks."""
@@ -112,11 +147,11 @@ class LoraConfig(Block):
     """Which biases are trained too."""
     init_lora_weights: bool | Literal["gaussian", "olora", "pissa", "orthogonal"] = True
     """How the adapter starts. `true` starts as the base model exactly; `pissa` and `olora` change the base weights."""
-    layers_to_transform: int | list[int] | None = None
+    layers_to_transform: NonNegativeInt | list[NonNegativeInt] | None = None
     """Layer indices to adapt. Default: all."""
-    rank_pattern: dict[str, int] = Field(default_factory=dict)
+    rank_pattern: dict[str, PositiveInt] = Field(default_factory=dict)
     """Other ranks for some layers, by name or regular expression."""
-    alpha_pattern: dict[str, int] = Field(default_factory=dict)
+    alpha_pattern: dict[str, PositiveInt] = Field(default_factory=dict)
     """Other lora_alpha for some layers, by name or regular expression."""
     quantize_base: bool = False
     """QLoRA: keep the frozen base in 4 bits (bitsandbytes NF4). About a quarter of the memory, slower steps."""
@@ -133,7 +168,7 @@ class TrainingConfig(Block):
     """Peak learning rate. Default by method: sft 2e-4 with LoRA, 2e-5 without; dpo 1e-5 / 1e-6; grpo and ppo 1e-5 /
     1e-6; distill 1e-4 / 1e-5; qat 2e-4 / 2e-5."""
     num_train_epochs: PositiveFloat = 1.0
-    """Passes over the training rows. Ignored when `max_steps` is set."""
+    """Passes over the training rows. Of no meaning with `max_steps`, so a recipe sets one or the other."""
     max_steps: PositiveInt | None = None
     """Stop after this many optimizer steps. Default: as `num_train_epochs` says."""
     per_device_train_batch_size: PositiveInt = 8
@@ -170,9 +205,9 @@ class TrainingConfig(Block):
     """Recompute activations in the backward pass: much less memory, about a third slower."""
     neftune_noise_alpha: PositiveFloat | None = None
     """Noise on the embeddings (arXiv:2310.05914), usually 5. Default: off."""
-    seed: NonNegativeInt = 42
+    seed: Seed = 42
     """Seed of initialisation, dropout and generation."""
-    data_seed: NonNegativeInt | None = None
+    data_seed: Seed | None = None
     """Seed of the order of rows. Default: `seed`."""
     logging_steps: PositiveInt = 1
     """Optimizer steps between log lines."""
@@ -232,9 +267,9 @@ class DPOOptions(Block):
 class RewardFunction(Block):
     """One reward of PPO or GRPO."""
 
-    name: str
+    name: Text
     """`exact_match`, `numeric_match`, `regex`, `json_schema`, `length`, or your own `module:function`."""
-    weight: float = 1.0
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """Its weight in the sum."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for it, such as `{pattern: '^\\d+$'}`."""
@@ -396,33 +431,21 @@ LEARNING_RATES: dict[str, tuple[float, float]] = {
 """Default learning rates by method: with LoRA, without."""
 
 
-class Recipe(Block):
-    """A whole fine-tuning run: what to train, on what, how, and where."""
+class Run(Block):
+    """What a recipe and a Python configuration have in common."""
 
     method: Method
     """How the model is trained: sft, dpo, ppo, grpo, distill or qat."""
-    model: ModelConfig
+    model: ModelConfig | None = None
     """The base model; short form: its URI."""
-    dataset: DatasetConfig
+    dataset: DatasetConfig | None = None
     """The training rows; short form: their URI."""
     lora: LoraConfig | None = None
-    """Train low-rank adapters. Absent: all weights."""
+    """Train low-rank adapters. Absent: all weights. `{}`: adapters with every default."""
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     """The optimisation."""
     eval: EvalConfig = Field(default_factory=EvalConfig)
     """What is measured on held-out rows."""
-    sft: SFTOptions | None = None
-    """Knobs of supervised fine-tuning."""
-    dpo: DPOOptions | None = None
-    """Knobs of direct preference optimisation."""
-    ppo: PPOOptions | None = None
-    """Knobs of proximal policy optimisation."""
-    grpo: GRPOOptions | None = None
-    """Knobs of group relative policy optimisation."""
-    distill: DistillOptions | None = None
-    """Knobs of distillation."""
-    qat: QATOptions | None = None
-    """Knobs of quantisation-aware training."""
     output: OutputConfig = Field(default_factory=OutputConfig)
     """What is left behind."""
     resources: ResourcesConfig = Field(default_factory=ResourcesConfig)
@@ -440,34 +463,143 @@ class Recipe(Block):
     def _name_short_form(cls, value: object) -> object:
         return {"name": value} if isinstance(value, str) else value
 
+    def as_layer(self) -> dict[str, Any]:
+        """What was set explicitly, as plain nested data: a layer for `load_recipe(None, base=...)`."""
+        return {"method": self.method} | self.model_dump(exclude_unset=True)
+
+
+class SFTConfig(Run):
+    """Supervised fine-tuning, as configured from Python."""
+
+    method: Literal["sft"] = "sft"
+    """The method; nothing else fits."""
+    sft: SFTOptions = Field(default_factory=SFTOptions)
+    """Knobs of supervised fine-tuning."""
+
+
+class DPOConfig(Run):
+    """Direct preference optimisation, as configured from Python."""
+
+    method: Literal["dpo"] = "dpo"
+    """The method; nothing else fits."""
+    dpo: DPOOptions = Field(default_factory=DPOOptions)
+    """Knobs of direct preference optimisation."""
+
+
+class PPOConfig(Run):
+    """Proximal policy optimisation, as configured from Python."""
+
+    method: Literal["ppo"] = "ppo"
+    """The method; nothing else fits."""
+    ppo: PPOOptions = Field(default_factory=PPOOptions)
+    """Knobs of proximal policy optimisation."""
+
+
+class GRPOConfig(Run):
+    """Group relative policy optimisation, as configured from Python."""
+
+    method: Literal["grpo"] = "grpo"
+    """The method; nothing else fits."""
+    grpo: GRPOOptions = Field(default_factory=GRPOOptions)
+    """Knobs of group relative policy optimisation."""
+
+
+class DistillConfig(Run):
+    """Knowledge distillation, as configured from Python."""
+
+    method: Literal["distill"] = "distill"
+    """The method; nothing else fits."""
+    distill: DistillOptions = Field(default_factory=DistillOptions)
+    """Knobs of distillation."""
+
+
+class QATConfig(Run):
+    """Quantisation-aware training, as configured from Python."""
+
+    method: Literal["qat"] = "qat"
+    """The method; nothing else fits."""
+    qat: QATOptions = Field(default_factory=QATOptions)
+    """Knobs of quantisation-aware training."""
+
+
+class Recipe(Run):
+    """A whole fine-tuning run: what to train, on what, how, and where."""
+
+    model: ModelConfig
+    """The base model; short form: its URI."""
+    dataset: DatasetConfig
+    """The training rows; short form: their URI."""
+    sft: SFTOptions | None = None
+    """Knobs of supervised fine-tuning."""
+    dpo: DPOOptions | None = None
+    """Knobs of direct preference optimisation."""
+    ppo: PPOOptions | None = None
+    """Knobs of proximal policy optimisation."""
+    grpo: GRPOOptions | None = None
+    """Knobs of group relative policy optimisation."""
+    distill: DistillOptions | None = None
+    """Knobs of distillation."""
+    qat: QATOptions | None = None
+    """Knobs of quantisation-aware training."""
+
     @model_validator(mode="before")
     @classmethod
     def _own_method_block(cls, value: object) -> object:
         """The method's own block exists even when the recipe does not mention it."""
-        if isinstance(value, dict) and value.get("method") in METHODS and value.get(value["method"]) is None:
-            return value | {value["method"]: {}}
+        if not isinstance(value, dict):
+            return value
+        method = value.get("method")
+        if isinstance(method, str) and method in METHODS and value.get(method) is None:
+            return value | {method: {}}
         return value
 
-    def resolve(self) -> Recipe:
+    def derived(self) -> dict[str, Any]:
+        """Values that other values decide, by dotted key: derived defaults, and knobs that mean nothing here.
+
+        A knob that means nothing (see `IDLE`) gets its default, so that two recipes which train alike hash alike.
+        """
+        training, resources = self.training, self.resources
+        values: dict[str, Any] = {}
+        if training.learning_rate is None:
+            with_lora, without = LEARNING_RATES[self.method]
+            values["training.learning_rate"] = with_lora if self.lora else without
+        if training.data_seed is None:
+            values["training.data_seed"] = training.seed
+        if self.lora and self.lora.lora_alpha is None:
+            values["lora.lora_alpha"] = 2 * self.lora.r
+        if self.grpo and self.grpo.epsilon_high is None:
+            values["grpo.epsilon_high"] = self.grpo.epsilon
+        if resources.num_proc_per_node is None:
+            values["resources.num_proc_per_node"] = max(1, resources.gpu)
+        if self.runtime.name is None:
+            values["runtime.name"] = f"llm-{self.method}"
+        for idle in IDLE:
+            block, key = self.part(idle.key)
+            if block is not None and idle.when(self):
+                values[idle.key] = type(block).model_fields[key].get_default(call_default_factory=True)
+        return values
+
+    def part(self, dotted: str) -> tuple[Block | None, str]:
+        """The block that holds the two-part key `dotted`, None if absent from this recipe, and the key's last part."""
+        name, key = dotted.split(".")
+        block: Block | None = dict(self)[name]
+        return block, key
+
+    def resolve(self) -> Self:
         """This recipe with every derived default filled in.
+
+        Which values were set explicitly (`model_fields_set`) stays as it was.
 
         Returns:
             a recipe of the same content without None where a docstring above states a rule.
         """
-        data = self.model_dump()
-        training, lora, resources = data["training"], data["lora"], data["resources"]
-        with_lora, without = LEARNING_RATES[self.method]
-        if training["learning_rate"] is None:
-            training["learning_rate"] = with_lora if lora else without
-        if training["data_seed"] is None:
-            training["data_seed"] = training["seed"]
-        if lora and lora["lora_alpha"] is None:
-            lora["lora_alpha"] = 2 * lora["r"]
-        if resources["num_proc_per_node"] is None:
-            resources["num_proc_per_node"] = max(1, resources["gpu"])
-        if data["runtime"]["name"] is None:
-            data["runtime"]["name"] = f"llm-{self.method}"
-        return type(self).model_validate(data)
+        blocks: dict[str, dict[str, Any]] = {}
+        for dotted, value in self.derived().items():
+            name, key = dotted.split(".")
+            blocks.setdefault(name, {})[key] = value
+        own = dict(self)
+        updates = {name: _replace(own[name], values) for name, values in blocks.items()}
+        return _replace(self, updates)
 
     def canonical_json(self) -> str:
         """The resolved recipe as one line of sorted JSON: what the hash is taken of."""
@@ -476,4 +608,94 @@ class Recipe(Block):
 
     def hash(self) -> str:
         """sha256 of the resolved recipe, as 64 hex digits; equal wherever the recipe is resolved."""
-        return hashlib.sha256(self.canonical_json().encode()).hexdigest()
+        return hashlib.sha256(self.canonical_json().encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _replace(block: B, values: dict[str, Any]) -> B:
+    """`block` with other values, unchecked, and the same record of what was set explicitly."""
+    return type(block).model_construct(_fields_set=set(block.model_fields_set), **(dict(block) | values))
+
+
+@dataclass(frozen=True)
+class Idle:
+    """A knob that does nothing in some recipes: setting it there is a fault, not a silence.
+
+    Attributes:
+        key: the knob.
+        switch: the key that makes it idle.
+        when: whether it does.
+        reason: why, to be read after "`key` does nothing: ".
+        todo: what to do.
+    """
+
+    key: str
+    switch: str
+    when: Callable[[Recipe], bool]
+    reason: str
+    todo: str
+
+
+def _no_adam(recipe: Recipe) -> bool:
+    return recipe.training.optim in ("adafactor", "sgd")
+
+
+def _no_quantized_base(recipe: Recipe) -> bool:
+    return recipe.lora is None or not recipe.lora.quantize_base
+
+
+def _no_vllm(recipe: Recipe) -> bool:
+    return recipe.grpo is None or not recipe.grpo.use_vllm
+
+
+IDLE = (
+    Idle(
+        "training.num_train_epochs",
+        "training.max_steps",
+        lambda recipe: recipe.training.max_steps is not None,
+        "`training.max_steps` decides how long the training is",
+        "Keep one of the two; `training.max_steps=null` unsets the other.",
+    ),
+    *(
+        Idle(
+            f"lora.{key}",
+            "lora.quantize_base",
+            _no_quantized_base,
+            "the base is kept in 4 bits only with `lora.quantize_base: true`",
+            "Set `lora.quantize_base: true` or leave it out.",
+        )
+        for key in ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
+    ),
+    *(
+        Idle(
+            f"training.{key}",
+            "training.optim",
+            _no_adam,
+            "`training.optim` is not an Adam",
+            "Leave it out or choose an AdamW optimizer.",
+        )
+        for key in ("adam_beta1", "adam_beta2", "adam_epsilon")
+    ),
+    *(
+        Idle(
+            f"grpo.{key}",
+            "grpo.use_vllm",
+            _no_vllm,
+            "vLLM generates only with `grpo.use_vllm: true`",
+            "Set `grpo.use_vllm: true` or leave it out.",
+        )
+        for key in ("vllm_mode", "vllm_server_base_url")
+    ),
+)
+"""Every knob that can be idle. `Recipe.derived` resets them, the loader refuses them where they were set on purpose."""
+
+BLOCK_ORDER = ("method", "model", "dataset", "lora", "training", *METHODS, "eval", "output", "resources", "runtime")
+"""The order in which a recipe is written and shown."""
+
+
+def field_of_block(block: str, key: str) -> FieldInfo | None:
+    """The field `key` of the recipe's block `block`, None if there is no such block or key."""
+    found = Recipe.model_fields.get(block)
+    for arm in get_args(found.annotation) or (found.annotation,) if found is not None else ():
+        if isinstance(arm, type) and issubclass(arm, Block):
+            return arm.model_fields.get(key)
+    return None

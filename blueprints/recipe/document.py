@@ -1,0 +1,453 @@
+"""Recipe text with places: YAML 1.2 core, every key and value knowing the line it stands on.
+
+PyYAML reads the syntax; the meaning of scalars is decided here, because PyYAML's own rules are YAML 1.1 (`no` is false,
+`2e-4` is a string). What cannot be meant in a recipe is a fault with a place: duplicate keys, tags, merge keys, several
+documents, anchors that grow without bound.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+import yaml
+
+from blueprints.errors import Fault
+
+MAX_BYTES = 1 << 20
+"""Largest recipe file in bytes."""
+MAX_NODES = 20_000
+"""Most keys and values in one file, anchors expanded."""
+MAX_DEPTH = 32
+"""Deepest nesting of maps and lists."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Which layer a value comes from, and where in it.
+
+    Attributes:
+        layer: default, derived, recipe, overlay, override, environment or python.
+        where: the place, such as `sft-lora.yaml:12` or `override 'lora.r=4'`; empty for a default.
+    """
+
+    layer: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.layer} ({self.where})" if self.where else self.layer
+
+
+Content: TypeAlias = "None | bool | int | float | str | list[Node] | dict[str, Node]"
+Path_ = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Node:
+    """A value and its place; maps and lists hold nodes again."""
+
+    content: Content
+    origin: Origin
+    size: int = field(default=1, compare=False)
+
+    def plain(self) -> Any:
+        """The value without places."""
+        if isinstance(self.content, dict):
+            return {key: node.plain() for key, node in self.content.items()}
+        if isinstance(self.content, list):
+            return [node.plain() for node in self.content]
+        return self.content
+
+    def at(self, path: Path_) -> Node | None:
+        """The node at `path`, None if there is none."""
+        node: Node | None = self
+        for step in path:
+            content = node.content if node is not None else None
+            if isinstance(content, dict):
+                node = content.get(str(step))
+            elif isinstance(content, list) and isinstance(step, int) and 0 <= step < len(content):
+                node = content[step]
+            else:
+                return None
+        return node
+
+
+class DocumentError(Exception):
+    """A text that cannot be read on from some place."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(str(fault))
+        self.fault = fault
+
+
+_NULL = re.compile(r"null|Null|NULL|~|")
+_TRUE = re.compile(r"true|True|TRUE")
+_FALSE = re.compile(r"false|False|FALSE")
+_INT = re.compile(r"[-+]?[0-9]+")
+_OCTAL = re.compile(r"0o[0-7]+")
+_HEX = re.compile(r"0x[0-9a-fA-F]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_INFINITE = re.compile(r"[-+]?\.(inf|Inf|INF)")
+_NAN = re.compile(r"\.(nan|NaN|NAN)")
+
+
+def scalar(text: str) -> None | bool | int | float | str:
+    """What a plain scalar means by the YAML 1.2 core schema.
+
+    Raises:
+        ValueError: a number too long to be read.
+    """
+    if _NULL.fullmatch(text):
+        return None
+    if _TRUE.fullmatch(text):
+        return True
+    if _FALSE.fullmatch(text):
+        return False
+    for pattern, base in ((_INT, 10), (_OCTAL, 8), (_HEX, 16)):
+        if pattern.fullmatch(text):
+            return int(text.replace("0o", "").replace("0x", "") if base != 10 else text, base)
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    if _INFINITE.fullmatch(text):
+        return -math.inf if text.startswith("-") else math.inf
+    return math.nan if _NAN.fullmatch(text) else text
+
+
+def read_file(path: Path, layer: str, shown: str) -> tuple[Node | None, list[Fault]]:
+    """The mapping in a YAML file and the faults of its text; None where nothing could be read.
+
+    Args:
+        path: the file.
+        layer: layer of the origins, `recipe` or `overlay`.
+        shown: the file's name in messages.
+    """
+    try:
+        return read_text(_load(path, shown), layer, shown)
+    except DocumentError as error:
+        return None, [error.fault]
+
+
+def _load(path: Path, shown: str) -> str:
+    if path.is_dir():
+        raise DocumentError(Fault(shown, "", "this is a directory", "a recipe file", _files_in(path)))
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise DocumentError(Fault(shown, "", f"cannot be read: {reason}", "a readable file")) from None
+    if len(raw) > MAX_BYTES:
+        raise DocumentError(Fault(shown, "", f"larger than {MAX_BYTES} bytes", "a recipe, which is a short text"))
+    return _decode(raw, shown)
+
+
+def _files_in(path: Path) -> str:
+    try:
+        names = sorted(entry.name for entry in path.iterdir() if entry.suffix in (".yaml", ".yml"))[:5]
+    except OSError:
+        names = []
+    return f"Recipes in it: {', '.join(names)}." if names else ""
+
+
+def _decode(raw: bytes, shown: str) -> str:
+    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise DocumentError(Fault(f"{shown}:1", "", "the file is UTF-16", "UTF-8", "Save it as UTF-8."))
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        start = error.start + (3 if raw.startswith(b"\xef\xbb\xbf") else 0)
+        line = raw.count(b"\n", 0, start) + 1
+        problem = f"byte 0x{raw[start]:02x} at offset {start} is not UTF-8"
+        raise DocumentError(Fault(f"{shown}:{line}", "", problem, "UTF-8 text", "Save it as UTF-8.")) from None
+
+
+def read_text(text: str, layer: str, shown: str) -> tuple[Node | None, list[Fault]]:
+    """The mapping in a YAML text and the faults of the text; None where nothing could be read."""
+    builder = _Builder(layer, lambda line: f"{shown}:{line}")
+    try:
+        node = builder.document(text)
+    except DocumentError as error:
+        return None, [*builder.faults, error.fault]
+    if node is None or node.content is None:
+        problem = "nothing but comments" if text.strip() else "the file is empty"
+        return None, [Fault(f"{shown}:1", "", problem, "a recipe with `method`, `model` and `dataset`")]
+    if not isinstance(node.content, dict):
+        problem = f"found {describe_value(node.plain())}"
+        return None, [Fault(node.origin.where, "", problem, "a map with keys such as `method`, `model` and `dataset`")]
+    return node, builder.faults
+
+
+def read_value(text: str, origin: Origin) -> tuple[Node, list[Fault]]:
+    """The value of a `key=value` argument: JSON, a YAML flow collection, or a plain scalar.
+
+    Anything that does not start with a bracket or a quote is one scalar to its end, so `a: b` and `x #1` are strings.
+
+    Raises:
+        DocumentError: brackets or quotes that do not close.
+    """
+    text = text.strip()
+    builder = _Builder(origin.layer, lambda _line: origin.where)
+    if not text.startswith(("{", "[", '"', "'")):
+        return builder.leaf(text, origin.where), builder.faults
+    try:
+        node = read_json(text, origin)
+        return node, list(non_finite(node, ()))
+    except _DuplicateKey as error:
+        raise DocumentError(Fault(origin.where, "", f"{error}", "each key once")) from None
+    except (ValueError, RecursionError):
+        pass  # not JSON: YAML decides, and words the fault
+    try:
+        value = builder.document(text)
+    except DocumentError as error:
+        hint = "Quote a text that begins with a bracket or a quote: key='\"...\"'."
+        raise DocumentError(replace(error.fault, hint=hint)) from None
+    return value if value is not None else Node(None, origin), builder.faults
+
+
+class _DuplicateKey(ValueError):
+    pass
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise _DuplicateKey(f"duplicate key `{key}`")
+        result[key] = value
+    return result
+
+
+def read_json(text: str, origin: Origin) -> Node:
+    """A JSON text as a node, all of it from `origin`.
+
+    Raises:
+        ValueError: not JSON, or a key twice in one object.
+        RecursionError: nested beyond all sense.
+    """
+    return from_plain(json.loads(text, object_pairs_hook=_unique), origin)
+
+
+def from_plain(value: Any, origin: Origin) -> Node:
+    """Plain Python data as a node, all of it from `origin`; what is no recipe data stays for the schema to refuse."""
+    if isinstance(value, Mapping):
+        entries = {str(key): from_plain(item, origin) for key, item in value.items()}
+        return Node(entries, origin, 1 + sum(entry.size for entry in entries.values()))
+    if isinstance(value, list | tuple):
+        items = [from_plain(item, origin) for item in value]
+        return Node(items, origin, 1 + sum(item.size for item in items))
+    return Node(value, origin)
+
+
+def non_finite(node: Node, path: Path_) -> Iterator[Fault]:
+    """A fault for every nan or infinity below `node`: no key takes one."""
+    if isinstance(node.content, dict):
+        for key, item in node.content.items():
+            yield from non_finite(item, (*path, key))
+    elif isinstance(node.content, list):
+        for index, item in enumerate(node.content):
+            yield from non_finite(item, (*path, index))
+    elif isinstance(node.content, float) and not math.isfinite(node.content):
+        yield Fault(node.origin.where, dotted(path), f"found {describe_value(node.content)}", "a finite number")
+
+
+def dotted(path: Path_) -> str:
+    """`("a", "b", 0, "c")` as `a.b[0].c`."""
+    text = ""
+    for step in path:
+        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else str(step)
+    return text
+
+
+def describe_value(value: Any) -> str:
+    """A value as found, with its type in plain words, for messages."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return f"the boolean {str(value).lower()}"
+    if isinstance(value, int):
+        return f"the integer {_short(str(value) if value.bit_length() < 2000 else hex(value))}"
+    if isinstance(value, float):
+        return f"the number {value!r}" if math.isfinite(value) else f"{value!r}, which is not a finite number"
+    if isinstance(value, str):
+        return f"the string {_short(json.dumps(value, ensure_ascii=False))}"
+    if isinstance(value, list):
+        return f"a list of {len(value)} item{'' if len(value) == 1 else 's'}"
+    if isinstance(value, dict):
+        names = _short(", ".join(str(key) for key in value))
+        return f"a map with the key{'' if len(value) == 1 else 's'} {names}" if value else "an empty map"
+    return f"the Python object {_short(repr(value))} of type {type(value).__name__}"
+
+
+def _short(text: str) -> str:
+    text = text.replace("\n", "\\n")
+    return text if len(text) <= 80 else text[:76] + " ..."
+
+
+class _Builder:
+    """Turns PyYAML's events into nodes, bounded in depth and size."""
+
+    def __init__(self, layer: str, where: Any) -> None:
+        self.layer, self.where = layer, where
+        self.faults: list[Fault] = []
+        self.anchors: dict[str, Node | None] = {}  # None while the anchored value is still open
+        self.count = 0
+        self.depth = 0
+        self.path: list[str | int] = []
+
+    def document(self, text: str) -> Node | None:
+        """The one document of `text`; None if there is none."""
+        try:
+            return self._document(yaml.SafeLoader(text))
+        except yaml.reader.ReaderError as error:
+            character = error.character if isinstance(error.character, int) else ord(str(error.character)[0])
+            line = text.count("\n", 0, error.position) + 1
+            problem = f"control character U+{character:04X}"
+            self._stop(line, problem, "printable text", "Remove it, or write it as an escape in double quotes.")
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+            self._stop(line, *_syntax(error, text, line, column))
+        except ValueError as error:  # PyYAML on numbers in escapes and directives
+            self._stop(1, f"not YAML: {error}", "YAML")
+
+    def _document(self, loader: yaml.SafeLoader) -> Node | None:
+        loader.get_event()  # the start of the stream
+        if loader.check_event(yaml.StreamEndEvent):
+            return None
+        loader.get_event()  # the start of the document
+        node = self._node(loader)
+        loader.get_event()  # the end of the document
+        if not loader.check_event(yaml.StreamEndEvent):
+            line = loader.peek_event().start_mark.line + 1
+            self._stop(line, "a second YAML document", "one recipe in a file", "Put it into a file of its own.")
+        return node
+
+    def _node(self, loader: yaml.SafeLoader) -> Node:
+        event = loader.get_event()
+        line = event.start_mark.line + 1
+        if isinstance(event, yaml.AliasEvent):
+            return self._alias(event.anchor, line)
+        if event.anchor is not None:
+            self.anchors[event.anchor] = None
+        if event.tag is not None and event.tag != "!":
+            tag = event.tag.replace("tag:yaml.org,2002:", "!!")
+            hint = "Leave the tag out; put a text that looks like a number into quotes."
+            self.faults.append(Fault(self.where(line), dotted(tuple(self.path)), f"the tag `{tag}`", "no tag", hint))
+        if isinstance(event, yaml.ScalarEvent):
+            node = self._scalar(event, line)
+        else:
+            node = self._collection(loader, event, line)
+        self._grow(1, line)
+        if event.anchor is not None:
+            self.anchors[event.anchor] = node
+        return node
+
+    def _collection(self, loader: yaml.SafeLoader, event: yaml.Event, line: int) -> Node:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            self._stop(line, f"nested deeper than {MAX_DEPTH} levels", "a recipe, which has three or four")
+        node = self._map(loader, line) if isinstance(event, yaml.MappingStartEvent) else self._list(loader, line)
+        self.depth -= 1
+        return node
+
+    def _scalar(self, event: yaml.ScalarEvent, line: int) -> Node:
+        if event.style is None and event.tag is None:
+            return self.leaf(event.value, self.where(line))
+        return Node(event.value, Origin(self.layer, self.where(line)))
+
+    def leaf(self, text: str, where: str) -> Node:
+        """A plain scalar as a node; a number no recipe can mean is a fault."""
+        origin = Origin(self.layer, where)
+        try:
+            node = Node(scalar(text), origin)
+        except ValueError:
+            problem = f"a number of {len(text)} digits"
+            self.faults.append(Fault(where, dotted(tuple(self.path)), problem, "a number of sensible size"))
+            return Node(None, origin)
+        faults = list(non_finite(node, tuple(self.path)))
+        self.faults += faults
+        return Node(None, origin) if faults else node
+
+    def _map(self, loader: yaml.SafeLoader, line: int) -> Node:
+        entries: dict[str, Node] = {}
+        lines: dict[str, int] = {}
+        while not loader.check_event(yaml.MappingEndEvent):
+            key_line = loader.peek_event().start_mark.line + 1
+            key = self._key(loader, key_line)
+            self.path.append("?" if key is None else key)
+            node = self._node(loader)
+            self.path.pop()
+            if key is None:
+                continue
+            if key in lines:
+                path = dotted((*self.path, key))
+                problem = f"duplicate key, first set on line {lines[key]}"
+                self.faults.append(Fault(self.where(key_line), path, problem, "each key once", "Remove one of them."))
+            else:
+                lines[key] = key_line
+                entries[key] = replace(node, origin=Origin(self.layer, self.where(key_line)))
+        loader.get_event()
+        size = 1 + sum(node.size for node in entries.values())
+        return Node(entries, Origin(self.layer, self.where(line)), size)
+
+    def _key(self, loader: yaml.SafeLoader, line: int) -> str | None:
+        """The next key of a map; None, and a fault, where it is no string."""
+        event = loader.peek_event()
+        plain = isinstance(event, yaml.ScalarEvent) and event.style is None
+        if plain and event.value == "<<":
+            hint = "Write the keys out, or put the shared part into a file and add it with -f."
+            self._fault(line, "the merge key `<<`", "keys written out (YAML 1.2 has no merge keys)", hint)
+            loader.get_event()
+            return None
+        value = self._node(loader).content
+        if isinstance(value, str):
+            return value
+        text = describe_value(Node(value, Origin("")).plain())
+        hint = f'Put it into quotes: "{event.value}".' if plain and event.value else ""
+        self._fault(line, f"found {text} as a key", "a string", hint)
+        return None
+
+    def _list(self, loader: yaml.SafeLoader, line: int) -> Node:
+        items: list[Node] = []
+        while not loader.check_event(yaml.SequenceEndEvent):
+            self.path.append(len(items))
+            items.append(self._node(loader))
+            self.path.pop()
+        loader.get_event()
+        return Node(items, Origin(self.layer, self.where(line)), 1 + sum(item.size for item in items))
+
+    def _alias(self, name: str, line: int) -> Node:
+        if name not in self.anchors:
+            self._stop(line, f"the alias `*{name}` has no anchor `&{name}` before it", "an anchor above it")
+        node = self.anchors[name]
+        if node is None:
+            self._stop(line, f"the alias `*{name}` stands inside its own anchor", "a value that ends")
+        self._grow(node.size, line)
+        return replace(node, origin=Origin(self.layer, self.where(line)))
+
+    def _grow(self, nodes: int, line: int) -> None:
+        self.count += nodes
+        if self.count > MAX_NODES:
+            self._stop(line, f"more than {MAX_NODES} values, anchors expanded", "a recipe, which has some dozens")
+
+    def _fault(self, line: int, problem: str, expected: str, hint: str = "") -> None:
+        self.faults.append(Fault(self.where(line), dotted(tuple(self.path)), problem, expected, hint))
+
+    def _stop(self, line: int, problem: str, expected: str, hint: str = "") -> NoReturn:
+        raise DocumentError(Fault(self.where(line), dotted(tuple(self.path)), problem, expected, hint))
+
+
+def _syntax(error: yaml.MarkedYAMLError, text: str, line: int, column: int) -> tuple[str, str, str]:
+    """Problem, expectation and hint of a syntax fault, in words that do not need PyYAML's inside."""
+    lines = text.split("\n")
+    source = lines[line - 1] if line <= len(lines) else ""
+    if "\t" in (error.problem or "") or "'\\t'" in (error.problem or ""):
+        return f"a tab at column {column}", "spaces: YAML is not indented with tabs", "Replace the tab with spaces."
+    context = f"{error.context}, " if error.context else ""
+    problem = f"not YAML at column {column}: {context}{error.problem}"
+    return problem, "YAML", f"The line reads: {_short(source.strip())}" if source.strip() else ""

@@ -1,0 +1,411 @@
+"""From pydantic's errors to faults: the place, the value found, what was expected in plain words, the nearest key."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from blueprints.errors import Fault
+from blueprints.recipe.document import Node, Origin, Path_, describe_value, dotted, from_plain
+from blueprints.recipe.schema import BLOCK_ORDER, METHODS, Block, Recipe
+
+SYNONYMS = {
+    "adam_beta_1": "training.adam_beta1",
+    "adam_beta_2": "training.adam_beta2",
+    "alpha": "lora.lora_alpha",
+    "attention": "model.attn_implementation",
+    "base_model": "model.uri",
+    "batch_size": "training.per_device_train_batch_size",
+    "context_length": "training.max_length",
+    "cutoff_len": "training.max_length",
+    "data": "dataset.uri",
+    "dataset_name": "dataset.uri",
+    "dataset_path": "dataset.uri",
+    "dora": "lora.use_dora",
+    "dropout": "lora.lora_dropout",
+    "epochs": "training.num_train_epochs",
+    "eval_batch_size": "training.per_device_eval_batch_size",
+    "finetuning_type": "lora",
+    "flash_attention": "model.attn_implementation",
+    "fp16": "training.bf16",
+    "gpus": "resources.gpu",
+    "grad_accum": "training.gradient_accumulation_steps",
+    "gradient_accumulation": "training.gradient_accumulation_steps",
+    "image": "runtime.image",
+    "learning_rate_scheduler": "training.lr_scheduler_type",
+    "load_in_4bit": "lora.quantize_base",
+    "lora_r": "lora.r",
+    "lora_rank": "lora.r",
+    "lora_target": "lora.target_modules",
+    "lora_target_modules": "lora.target_modules",
+    "lr": "training.learning_rate",
+    "lr_scheduler": "training.lr_scheduler_type",
+    "max_seq_len": "training.max_length",
+    "max_seq_length": "training.max_length",
+    "micro_batch_size": "training.per_device_train_batch_size",
+    "model_id": "model.uri",
+    "model_max_length": "training.max_length",
+    "model_name": "model.uri",
+    "model_name_or_path": "model.uri",
+    "name": "runtime.name",
+    "nnodes": "resources.num_nodes",
+    "nodes": "resources.num_nodes",
+    "nproc_per_node": "resources.num_proc_per_node",
+    "num_epochs": "training.num_train_epochs",
+    "num_gpus": "resources.gpu",
+    "optimizer": "training.optim",
+    "path": "dataset.uri",
+    "qlora": "lora.quantize_base",
+    "rank": "lora.r",
+    "rslora": "lora.use_rslora",
+    "scheduler": "training.lr_scheduler_type",
+    "sequence_len": "training.max_length",
+    "target": "lora.target_modules",
+    "task": "method",
+    "teacher_model": "distill.teacher",
+    "teacher_model_name_or_path": "distill.teacher",
+    "torch_dtype": "model.dtype",
+    "train_batch_size": "training.per_device_train_batch_size",
+    "trainer": "method",
+    "type": "method",
+    "val_set_size": "dataset.test_size",
+    "wandb": "training.report_to",
+    "warmup": "training.warmup_steps",
+    "warmup_ratio": "training.warmup_steps",
+}
+"""Names other tools use, and the key that means the same here."""
+
+NO_PACKING = (
+    "`{method}` has no packing: {reason}. The methods with packing are sft (`sft.packing`) and qat (`qat.packing`)."
+)
+NO_PACKING_REASONS = {
+    "dpo": "the answers of a pair are compared with each other and cannot share a sequence",
+    "ppo": "it trains on completions it samples itself",
+    "grpo": "it trains on completions it samples itself",
+    "distill": "student and teacher are compared token by token on whole rows",
+}
+
+
+def schema_faults(node: Node, *, partial: bool) -> dict[Path_, Fault]:
+    """What the grammar says against a tree of values, by path.
+
+    Args:
+        node: the root of a recipe or of one layer.
+        partial: the tree is one layer: what is missing may come from another.
+    """
+    try:
+        Recipe.model_validate(_without_nulls(node))
+    except ValidationError as error:
+        return _translated(Recipe, node, error, partial=partial)
+    return {}
+
+
+def python_faults(block: type[BaseModel], values: Mapping[str, Any], error: ValidationError) -> list[Fault]:
+    """The faults of a block built in Python with wrong values."""
+    plain = {key: _plain(value) for key, value in values.items()}
+    node = from_plain(plain, Origin("python", f"python {block.__name__}"))
+    return list(_translated(block, node, error, partial=False).values())
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
+
+
+def _without_nulls(node: Node) -> Any:
+    """Plain data in which null, outside lists, is absence."""
+    if isinstance(node.content, dict):
+        return {key: _without_nulls(item) for key, item in node.content.items() if item.content is not None}
+    return node.plain()
+
+
+def _translated(block: type[BaseModel], node: Node, error: ValidationError, *, partial: bool) -> dict[Path_, Fault]:
+    faults: dict[Path_, Fault] = {}
+    for detail in error.errors(include_url=False, include_context=False, include_input=False):
+        path = _real_path(node, detail["loc"], detail["type"])
+        if detail["type"] == "missing":
+            if partial and not any(isinstance(step, int) for step in path):
+                continue
+            faults[path] = _missing(block, node, path)
+        elif detail["type"] == "extra_forbidden":
+            faults[path] = _unknown(block, node, path)
+        elif path not in faults:
+            faults[path] = _wrong(block, node, path)
+    # Of a union, the branch that looked deeper knows better: `[1, a]` is a list with one wrong item, not "no string".
+    return {path: fault for path, fault in faults.items() if not any(_below(other, path) for other in faults)}
+
+
+def _below(path: Path_, ancestor: Path_) -> bool:
+    return len(path) > len(ancestor) and path[: len(ancestor)] == ancestor
+
+
+def _real_path(node: Node, loc: tuple[int | str, ...], kind: str) -> Path_:
+    """The path in the tree: pydantic's location without the names of union branches and short forms expanded."""
+    path: Path_ = ()
+    for index, step in enumerate(loc):
+        here = node.at(path)
+        is_map = here is not None and isinstance(here.content, dict)
+        if is_map and node.at((*path, step)) is None and not (kind == "missing" and index == len(loc) - 1):
+            continue
+        if not is_map and not (isinstance(step, int) and node.at((*path, step)) is not None):
+            continue
+        path = (*path, step)
+    return path
+
+
+def _where(node: Node, path: Path_) -> str:
+    for length in range(len(path), -1, -1):
+        found = node.at(path[:length])
+        if found is not None and found.origin.where:
+            return found.origin.where
+    return node.origin.where
+
+
+def _missing(block: type[BaseModel], node: Node, path: Path_) -> Fault:
+    found = field_at(block, path)
+    expected = describe_field(found) if found is not None else "a value"
+    return Fault(_where(node, path), dotted(path), "required, but missing", expected, "")
+
+
+def _wrong(block: type[BaseModel], node: Node, path: Path_) -> Fault:
+    at = node.at(path)
+    value = at.plain() if at is not None else None
+    found = field_at(block, path)
+    expected = describe_field(found) if found is not None else "another value"
+    return Fault(
+        _where(node, path), dotted(path), f"found {describe_value(value)}", expected, _hint(found, path, value)
+    )
+
+
+def _hint(found: FieldInfo | None, path: Path_, value: Any) -> str:
+    """A next action for values people often get slightly wrong."""
+    if found is None:
+        return ""
+    text = describe_field(found)
+    if isinstance(value, str):
+        if ("number" in text or "integer" in text) and _is_number(value):
+            return "Remove the quotes."
+        if "boolean" in text and value.lower() in ("yes", "no", "on", "off", "true", "false", "y", "n"):
+            return f"Write `{'true' if value.lower() in ('yes', 'on', 'true', 'y') else 'false'}`."
+        close = difflib.get_close_matches(value, choices_of(found), 1, 0.5)
+        if close:
+            return f"Did you mean `{close[0]}`?"
+        if text.startswith("a list"):
+            return f"Write `{path[-1]}: [{value}]`."
+    if isinstance(value, bool) and text.startswith("a map"):
+        return f"Write `{path[-1]}: {{}}` for the defaults." if value else f"Write `{path[-1]}: null` to leave it out."
+    if isinstance(value, int | float) and not isinstance(value, bool) and "string" in text:
+        return f'Put it into quotes: "{value}".'
+    return ""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+# Types in plain words ------------------------------------------------------------------------------------------------
+
+
+def field_at(block: type[BaseModel], path: Path_) -> FieldInfo | None:
+    """The field at `path` below `block`; for an item of a list or map, a field of the item's type."""
+    current: Any = block
+    found: FieldInfo | None = None
+    for step in path:
+        model = model_of(current)
+        if model is not None:
+            found = model.model_fields.get(str(step))
+            if found is None:
+                return None
+            current = found.annotation
+            continue
+        item = _item_of(current, step)
+        if item is None:
+            return None
+        found = FieldInfo.from_annotation(item)
+        current = found.annotation
+    return found
+
+
+def model_of(annotation: Any) -> type[BaseModel] | None:
+    """The block in `annotation`, also if optional; None if there is none."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((arm for arm in _arms(annotation) if isinstance(arm, type) and issubclass(arm, BaseModel)), None)
+
+
+def _arms(annotation: Any) -> list[Any]:
+    """The alternatives of a union, None left out; the annotation itself if it is no union."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [arm for arm in get_args(annotation) if arm is not type(None)]
+    return [annotation]
+
+
+def _item_of(annotation: Any, step: str | int) -> Any:
+    wanted = list if isinstance(step, int) else dict
+    for arm in _arms(annotation):
+        inner = get_args(arm)[0] if get_origin(arm) is Annotated else arm
+        if get_origin(inner) is wanted:
+            return get_args(inner)[-1]
+    return None
+
+
+def map_field(annotation: Any) -> bool:
+    """Whether the annotation is a free map, such as `dict[str, str]`."""
+    return any(get_origin(arm) is dict for arm in _arms(annotation))
+
+
+def choices_of(found: FieldInfo) -> list[str]:
+    """The strings a field accepts by name, in order."""
+    return [str(choice) for arm in _arms(found.annotation) for choice in _literals(arm)]
+
+
+def _literals(annotation: Any) -> Iterator[str]:
+    if get_origin(annotation) is Literal:
+        yield from (choice for choice in get_args(annotation) if isinstance(choice, str))
+    elif get_origin(annotation) is list:
+        yield from _literals(get_args(annotation)[0])
+
+
+def describe_field(found: FieldInfo) -> str:
+    """What a field accepts, in plain words: `an integer, at least 1`."""
+    arms = _arms(found.annotation)
+    return ", or ".join(_describe(arm, found.metadata if len(arms) == 1 else _own(found, arm)) for arm in arms)
+
+
+def _own(found: FieldInfo, arm: Any) -> list[Any]:
+    # `PositiveInt | None` keeps its bounds inside the arm; bounds on the field itself hold for every arm.
+    return [] if get_origin(arm) is Annotated else list(found.metadata)
+
+
+def _describe(annotation: Any, metadata: list[Any]) -> str:
+    if get_origin(annotation) is Annotated:
+        inner, *extra = get_args(annotation)
+        for item in extra:
+            metadata = [*metadata, *(item.metadata if isinstance(item, FieldInfo) else [item])]
+        return _describe(inner, metadata)
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return "one of " + ", ".join(str(choice) for choice in args) if len(args) > 1 else str(args[0])
+    if origin is list:
+        many = "a list" if not any(isinstance(item, MinLen) for item in metadata) else "a list, not empty,"
+        return f"{many} of ({_describe(args[0], [])})"
+    if origin is dict:
+        return "a map" if args[1] is Any else f"a map from names to ({_describe(args[1], [])})"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"a map with keys of {', '.join(annotation.model_fields)}"
+    names = {bool: "a boolean (true or false)", int: "an integer", float: "a number", str: "a string"}
+    text = names.get(annotation, "any value")
+    bounds = [bound for item in metadata if (bound := _bound(item, annotation))]
+    return ", ".join([text, " and ".join(bounds)]) if bounds else text
+
+
+def _bound(item: Any, annotation: Any) -> str:
+    if isinstance(item, Ge):
+        return f"at least {item.ge}"
+    if isinstance(item, Gt):
+        return f"greater than {item.gt}"
+    if isinstance(item, Le):
+        return f"at most {item.le}"
+    if isinstance(item, Lt):
+        return f"below {item.lt}"
+    if isinstance(item, MinLen):
+        return "not empty"
+    if isinstance(item, MaxLen):
+        return f"at most {item.max_length} characters"
+    pattern = item.__dict__.get("pattern") if annotation is str and hasattr(item, "__dict__") else None
+    return "such as 8, 500m or 64Gi" if pattern else ""
+
+
+# Unknown keys --------------------------------------------------------------------------------------------------------
+
+
+def _unknown(block: type[BaseModel], node: Node, path: Path_) -> Fault:
+    owner = model_of_path(block, path[:-1])
+    name = str(path[-1])
+    prefix = dotted(path[:-1])
+    inside = f"a key of `{prefix}`" if prefix else "a key of a recipe" if block is Recipe else "a known key"
+    hint = nearest_key(owner or block, prefix, name, whole=issubclass(block, Block) and "method" in block.model_fields)
+    return Fault(_where(node, path), dotted(path), "unknown key", inside, hint)
+
+
+def model_of_path(block: type[BaseModel], path: Path_) -> type[BaseModel] | None:
+    """The block at `path` below `block`."""
+    if not path:
+        return block
+    found = field_at(block, path)
+    return model_of(found.annotation) if found is not None else None
+
+
+def all_keys() -> dict[str, FieldInfo]:
+    """Every key of a recipe, dotted, in the order recipes are written: blocks before their own keys."""
+    keys: dict[str, FieldInfo] = {}
+    for name in BLOCK_ORDER:
+        found = Recipe.model_fields[name]
+        keys[name] = found
+        block = model_of(found.annotation)
+        if block is not None:
+            keys |= {f"{name}.{key}": inner for key, inner in block.model_fields.items()}
+    return keys
+
+
+def nearest_key(owner: type[BaseModel], prefix: str, name: str, *, whole: bool = True) -> str:
+    """A sentence that leads from an unknown key to the right one.
+
+    Args:
+        owner: the block the key stands in.
+        prefix: that block's dotted key, empty at the top.
+        name: the unknown key.
+        whole: whether other blocks of the recipe may be named.
+    """
+    if name == "packing" and whole:
+        if prefix in NO_PACKING_REASONS:
+            return NO_PACKING.format(method=prefix, reason=NO_PACKING_REASONS[prefix])
+        return "Packing is a knob of the method: `sft.packing` or `qat.packing`."
+    folded = name.lower().replace("-", "_")
+    here = list(owner.model_fields)
+    if folded in here:
+        return f"Did you mean `{folded}`?"
+    target = SYNONYMS.get(folded) or SYNONYMS.get(f"{prefix}_{folded}")
+    elsewhere = _elsewhere(prefix) if whole else {}
+    if target is not None and (whole or target.split(".")[-1] in here):
+        block, _, key = target.rpartition(".")
+        if key in here and block == prefix:
+            return f"Here it is called `{key}`."
+        if whole:
+            return f"Here it is `{key}` under `{block}`." if block else f"Here it is `{key}`."
+    if folded in elsewhere:
+        return _belongs(folded, elsewhere[folded])
+    close = difflib.get_close_matches(folded, here, 1, 0.6)
+    if close:
+        return f"Did you mean `{close[0]}`?"
+    other = difflib.get_close_matches(folded, list(elsewhere), 1, 0.75)
+    if other:
+        return f"Did you mean `{other[0]}`? " + _belongs(other[0], elsewhere[other[0]])
+    return f"Known keys: {', '.join(here)}."
+
+
+def _elsewhere(prefix: str) -> dict[str, list[str]]:
+    """Every key by its last part, with the blocks that have it, this one left out."""
+    places: dict[str, list[str]] = {}
+    for key in all_keys():
+        block, _, last = key.rpartition(".")
+        if block != prefix:
+            places.setdefault(last, []).append(block)
+    return places
+
+
+def _belongs(key: str, blocks: list[str]) -> str:
+    named = [f"`{block}`" for block in blocks if block]
+    if not named:
+        return f"`{key}` belongs at the top level."
+    methods_only = all(block in METHODS for block in blocks)
+    return f"`{key}` belongs under {' or '.join(named)}" + (", the method's own block." if methods_only else ".")

@@ -1,0 +1,62 @@
+"""From the name a user gives to a recipe file."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from blueprints.errors import Fault
+from blueprints.recipe.shipped import shipped_names, shipped_path
+
+
+@dataclass(frozen=True)
+class FoundRecipe:
+    """Where a recipe lies, or why not.
+
+    Attributes:
+        path: the file, None if there is none.
+        shown: the file's name in messages.
+        shipped: the name, if it is a shipped recipe.
+        faults: why there is no file.
+    """
+
+    path: Path | None
+    shown: str
+    shipped: str | None = None
+    faults: tuple[Fault, ...] = ()
+
+
+def find_recipe(source: str) -> FoundRecipe:
+    """The recipe called `source`: a shipped name, else a path."""
+    shipped = shipped_path(source)
+    if shipped is not None:
+        return FoundRecipe(shipped, shipped.name, source)
+    try:
+        if Path(source).exists():
+            return FoundRecipe(Path(source), source)
+    except (OSError, ValueError):  # a name too long for the system, or with a NUL byte
+        return FoundRecipe(None, source, faults=(Fault(repr(source[:80]), "", "no recipe can have this name"),))
+    expected = f"a shipped recipe ({', '.join(shipped_names())}) or the path of a YAML file"
+    return FoundRecipe(None, source, faults=(Fault(source or "''", "", "no such recipe", expected, _near(source)),))
+
+
+def _near(source: str) -> str:
+    path = Path(source)
+    if path.suffix in (".yaml", ".yml") and path.stem in shipped_names() and path.name == source:
+        return f"The shipped recipe is called `{path.stem}`, without the ending."
+    names = difflib.get_close_matches(path.stem, shipped_names(), 2, 0.5)
+    folder = path.parent
+    try:
+        files = [entry.name for entry in os.scandir(folder) if entry.name.endswith((".yaml", ".yml"))]
+    except OSError:
+        missing = "" if folder == Path() else f"The directory {folder} does not exist."
+        return " ".join(filter(None, [missing, _did_you_mean(names)]))
+    same_stem = [name for name in files if Path(name).stem == path.name or Path(name).stem == path.stem]
+    near = same_stem or difflib.get_close_matches(path.name, files, 2, 0.6)
+    return _did_you_mean([*(str(folder / name) for name in sorted(near)[:3]), *names])
+
+
+def _did_you_mean(names: list[str]) -> str:
+    return "Did you mean " + " or ".join(f"`{name}`" for name in names) + "?" if names else ""
