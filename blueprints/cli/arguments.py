@@ -1,0 +1,341 @@
+"""Every verb of the command line with its arguments. Standard library only, so that `--help` is quick.
+
+The functions that do the work are named as `module:function` and imported when their verb runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from blueprints.errors import UsageError
+
+Configure = Callable[[argparse.ArgumentParser], None]
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One verb.
+
+    Attributes:
+        name: what is typed.
+        help: one line for the list of verbs.
+        target: `module:function` that takes the parsed arguments and returns the exit code.
+        configure: adds the verb's arguments to its parser.
+        about: paragraphs below the usage.
+        examples: command lines that show it.
+        recipe: whether it takes a recipe, `-f` files and `key=value` texts.
+    """
+
+    name: str
+    help: str
+    target: str
+    configure: Configure
+    about: str = ""
+    examples: tuple[str, ...] = ()
+    recipe: bool = False
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose faults are ours: exit code 2, one message, the nearest option named."""
+
+    def error(self, message: str) -> NoReturn:
+        prefix = "unrecognized arguments: "
+        todo = f"see `{self.prog} --help`"
+        if message.startswith(prefix):
+            unknown = message.removeprefix(prefix).split(" ")[0]
+            options = [option for action in self._actions for option in action.option_strings]
+            near = difflib.get_close_matches(unknown.split("=")[0], options, 1, 0.5)
+            message = f"unknown option {unknown}"
+            todo = f"did you mean {near[0]}? {todo}" if near else todo
+        raise UsageError(message, where=self.prog, todo=todo)
+
+
+def _json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
+
+
+def _name(parser: argparse.ArgumentParser, help_text: str) -> None:
+    parser.add_argument("--name", metavar="NAME", help=help_text)
+
+
+def _job(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="name of the job, as `blueprints jobs` lists it")
+
+
+def _train(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--backend", choices=("local",), default="local", help="where the job runs (default: local)")
+    _name(parser, "name of the job; the name of a stopped job with the same recipe resumes it (default: derived)")
+    parser.add_argument("--detach", action="store_true", help="start the job and return at once, printing its name")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
+    _json(parser)
+
+
+def _render(parser: argparse.ArgumentParser) -> None:
+    _name(parser, "name of the TrainJob (default: derived from the recipe)")
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write to FILE instead of standard output")
+
+
+def _validate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", action="store_true", help="also fetch the data set and check every row")
+    _json(parser)
+
+
+def _logs(parser: argparse.ArgumentParser) -> None:
+    _job(parser)
+    parser.add_argument("--step", metavar="STEP", help="one step only: model-initializer, dataset-initializer, node-0 ...")
+    parser.add_argument("--follow", action="store_true", help="go on printing until the job ends")
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds < float("inf"):
+        raise ValueError(text)
+    return seconds
+
+
+_seconds.__name__ = "number of seconds"  # argparse names the type in its message
+
+
+def _wait(parser: argparse.ArgumentParser) -> None:
+    _job(parser)
+    parser.add_argument("--timeout", metavar="S", type=_seconds, help="give up after S seconds (default: never)")
+    _json(parser)
+
+
+def _delete(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", metavar="NAME", nargs="+", help="names of jobs")
+    parser.add_argument("--force", action="store_true", help="stop a running job first")
+
+
+def _get(parser: argparse.ArgumentParser) -> None:
+    _job(parser)
+    _json(parser)
+
+
+def _nothing(_parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+RECIPE_VERBS = (
+    Verb(
+        "recipes",
+        "list the shipped recipes",
+        "blueprints.cli.recipe:recipes",
+        _json,
+        "The recipes that come with the package. Any of them is a starting point: `blueprints train NAME key=value ...`.",
+        ("blueprints recipes", "blueprints recipes --json"),
+    ),
+    Verb(
+        "show",
+        "print a recipe in full, and where each value comes from",
+        "blueprints.cli.recipe:show",
+        _json,
+        "Prints the resolved recipe: every value with the layer and the place that set it, and the recipe's hash.",
+        ("blueprints show sft-lora", "blueprints show my.yaml -f big-gpu.yaml lora.r=8"),
+        recipe=True,
+    ),
+    Verb(
+        "explain",
+        "say what a key means, what it takes and what set it",
+        "blueprints.cli.recipe:explain",
+        _json,
+        "KEY is a dotted key (lora.r) or a block (lora). With a RECIPE, also the key's value there and what set it.",
+        ("blueprints explain lora.r", "blueprints explain sft-lora training.learning_rate lora.r=64"),
+        recipe=True,
+    ),
+    Verb(
+        "validate",
+        "check a recipe, and with --data its rows, before any job exists",
+        "blueprints.cli.recipe:validate",
+        _validate,
+        "Names every fault at once. Exit code 0: the recipe is valid; 2: it is not; 3: its data is not.",
+        ("blueprints validate my.yaml", "blueprints validate my.yaml --data dataset=file:///data/rows.jsonl"),
+        recipe=True,
+    ),
+    Verb(
+        "schema",
+        "print the JSON schema of recipes, for editors",
+        "blueprints.cli.recipe:schema",
+        _nothing,
+        "JSON Schema, draft 2020-12. Editors use it through the comment `# yaml-language-server: $schema=FILE`.",
+        ("blueprints schema > recipe.schema.json",),
+    ),
+)
+
+JOB_VERBS = (
+    Verb(
+        "train",
+        "run a recipe as a job",
+        "blueprints.cli.job:train",
+        _train,
+        "Turns the recipe into a TrainJob and runs its steps. Ctrl-C asks the job to stop, saving its state; a second "
+        "Ctrl-C kills it.",
+        (
+            "blueprints train quickstart",
+            "blueprints train sft-lora dataset=file:///data/chats.jsonl lora.r=8 --name chats",
+            "blueprints train my.yaml -f big-gpu.yaml --detach",
+        ),
+        recipe=True,
+    ),
+    Verb(
+        "render",
+        "write the TrainJob of a recipe as YAML",
+        "blueprints.cli.job:render",
+        _render,
+        "The TrainJob as a cluster with Kubeflow Trainer takes it: `blueprints render my.yaml | kubectl apply -f -`.",
+        ("blueprints render sft-lora lora.r=8", "blueprints render my.yaml --name chats -o job.yaml"),
+        recipe=True,
+    ),
+    Verb("jobs", "list the jobs", "blueprints.cli.job:jobs", _json, "", ("blueprints jobs",)),
+    Verb(
+        "get",
+        "show one job: state, steps, results",
+        "blueprints.cli.job:get",
+        _get,
+        "",
+        ("blueprints get chats", "blueprints get chats --json"),
+    ),
+    Verb(
+        "logs",
+        "print the logs of a job",
+        "blueprints.cli.job:logs",
+        _logs,
+        "",
+        ("blueprints logs chats --follow", "blueprints logs chats --step node-0"),
+    ),
+    Verb(
+        "wait",
+        "wait until a job has ended; its result is the exit code",
+        "blueprints.cli.job:wait",
+        _wait,
+        "",
+        ("blueprints wait chats", "blueprints wait chats --timeout 600"),
+    ),
+    Verb(
+        "delete",
+        "delete jobs with their files",
+        "blueprints.cli.job:delete",
+        _delete,
+        "Deletes the job's state, logs and workspace. A running job is refused without --force.",
+        ("blueprints delete chats", "blueprints delete chats old-job --force"),
+    ),
+)
+
+VERBS = {verb.name: verb for verb in (*JOB_VERBS, *RECIPE_VERBS)}
+
+EXIT_CODES = (
+    (0, "done"),
+    (1, "a fault of llm-blueprints: please report it"),
+    (2, "the recipe, an override or an argument is wrong"),
+    (3, "the data set or the model is invalid for the recipe"),
+    (4, "the job failed"),
+    (5, "the environment lacks something: an extra, disk space, a port, the network"),
+    (130, "interrupted with Ctrl-C"),
+)
+
+
+def top_parser() -> Parser:
+    """The parser of `blueprints` without a verb."""
+    parser = Parser(prog="blueprints", add_help=True, allow_abbrev=False, usage="blueprints VERB [arguments]")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--version", action="store_true", help="print the version and leave")
+    parser.description = "Fine-tune any Hugging Face language model from one recipe.\n\n" + "\n".join(
+        [*_listed("Run", JOB_VERBS), "", *_listed("Recipes", RECIPE_VERBS)]
+    )
+    parser.epilog = "\n".join(
+        [
+            "Examples:",
+            "  blueprints train quickstart                 the whole chain on a tiny embedded model, no network needed",
+            "  blueprints train sft-lora dataset=file:///data/chats.jsonl lora.r=8",
+            "  blueprints show sft-lora lora.r=8           every value, and what set it",
+            "  blueprints explain training.learning_rate   what a knob means and trades",
+            "",
+            "Values come in layers: defaults < RECIPE < -f FILE < key=value < LORA_CONFIG in the environment.",
+            "",
+            "Exit codes:",
+            *(f"  {code:<4}{meaning}" for code, meaning in EXIT_CODES),
+            "",
+            "`blueprints VERB --help` says more about a verb.",
+        ]
+    )
+    return parser
+
+
+def _listed(title: str, verbs: tuple[Verb, ...]) -> list[str]:
+    return [f"{title}:", *(f"  {verb.name:<10}{verb.help}" for verb in verbs)]
+
+
+def verb_parser(verb: Verb) -> Parser:
+    """The parser of one verb."""
+    parser = Parser(prog=f"blueprints {verb.name}", allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = "\n\n".join(filter(None, [verb.help[0].upper() + verb.help[1:] + ".", verb.about]))
+    parser.epilog = "\n".join(["Examples:", *(f"  {example}" for example in verb.examples)])
+    if verb.recipe:
+        parser.usage = f"blueprints {verb.name} {_operands(verb)} [-f FILE ...] [key=value ...] [options]"
+        parser.add_argument("words", nargs="*", metavar=_operands(verb), help=_operands_help(verb))
+        parser.add_argument(
+            "-f", "--file", dest="files", action="append", default=[], metavar="FILE",
+            help="recipe file laid over RECIPE; may be given several times, later ones win",
+        )  # fmt: skip
+    verb.configure(parser)
+    return parser
+
+
+def _operands(verb: Verb) -> str:
+    return "[RECIPE] KEY" if verb.name == "explain" else "RECIPE"
+
+
+def _operands_help(verb: Verb) -> str:
+    recipe = "name of a shipped recipe or path of a YAML file"
+    values = "key=value sets a key: lora.r=8, model=hf://org/name, lora=null unsets"
+    return f"{recipe}; KEY: dotted key or block; {values}" if verb.name == "explain" else f"{recipe}; {values}"
+
+
+def parse(verb: Verb, words: list[str]) -> argparse.Namespace:
+    """The arguments of a verb; with a recipe, `recipe`, `overrides` and (explain) `key` are told apart.
+
+    Raises:
+        UsageError: arguments that do not fit.
+    """
+    args = verb_parser(verb).parse_intermixed_args(words)
+    if verb.recipe:
+        _sort_words(verb, args)
+    return args
+
+
+def _sort_words(verb: Verb, args: argparse.Namespace) -> None:
+    """`words` becomes `recipe`, `overrides` and `key`: what has a `=` is an override, unless it is a file's name."""
+    operands = [word for word in args.words if _is_operand(word)]
+    args.overrides = [word for word in args.words if not _is_operand(word)]
+    del args.words
+    where, most = f"blueprints {verb.name}", 2 if verb.name == "explain" else 1
+    if not operands:
+        missing = "KEY is missing" if verb.name == "explain" else "RECIPE is missing"
+        raise UsageError(missing, where=where, todo=f"see `{where} --help`, `blueprints recipes`")
+    if len(operands) > most:
+        todo = f"a value is set as key=value: {operands[most]}=..."
+        raise UsageError(f"one argument too many: {operands[most]!r}", where=where, todo=todo)
+    if verb.name == "explain":
+        args.key = operands.pop()
+    args.recipe = operands[0] if operands else None
+
+
+def _is_operand(word: str) -> bool:
+    if "=" not in word:
+        return True
+    try:
+        return Path(word).is_file()
+    except (OSError, ValueError):  # too long for a name, or a NUL byte
+        return False
+
+
+def nearest_verb(word: str) -> str:
+    """A sentence that leads from an unknown verb to the right one."""
+    near = difflib.get_close_matches(word, VERBS, 1, 0.5)
+    return f"did you mean `blueprints {near[0]}`?" if near else f"verbs: {', '.join(VERBS)}"
