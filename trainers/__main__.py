@@ -1,0 +1,84 @@
+"""`torchrun -m trainers --recipe NAME|FILE [-f OVERLAY]... [key=value]...`: train what the recipe says.
+
+The methods are this table and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from blueprints.errors import ExitCode, UsageError
+from trainers import process
+
+METHODS = {"sft": "trainers.sft:train"}
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line: the recipe and what overrides it."""
+    parser = argparse.ArgumentParser(
+        prog="torchrun -m trainers",
+        description="Train what a recipe says, on the prepared rows and the model in $BLUEPRINTS_WORKSPACE.",
+    )
+    parser.add_argument("--recipe", required=True, metavar="NAME|FILE", help="a shipped recipe's name or a YAML file")
+    parser.add_argument("-f", "--file", action="append", default=[], metavar="FILE", help="overlay file, repeatable")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides, such as lora.r=4")
+    return parser.parse_intermixed_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Resolve the recipe and hand it to its method's trainer.
+
+    Raises:
+        UsageError: the recipe's method has no trainer in this release.
+        RecipeError: the recipe is wrong.
+    """
+    arguments = parse(argv)
+    from blueprints.recipe import load_recipe
+
+    loaded = load_recipe(arguments.recipe, overlays=arguments.file, overrides=arguments.overrides, environ=os.environ)
+    method = loaded.recipe.method
+    if method not in METHODS:
+        raise UsageError(
+            f"this release has no trainer for method {method!r}",
+            where=arguments.recipe,
+            todo=f"use one of: {', '.join(METHODS)}",
+        )
+    module, function = METHODS[method].split(":")
+    code: int = getattr(importlib.import_module(module), function)(loaded, tuple(arguments.overrides))
+    return code
+
+
+def run() -> int:
+    """The whole life of a training process: its exit code, with every failure explained.
+
+    Returns:
+        the exit code: 0 done, 2 and 3 the user's input and data, 4 training failed, 5 the environment, 143 stopped
+        after saving, 1 a fault of ours.
+    """
+    from trainers import diagnose
+
+    code = int(ExitCode.BUG)
+    try:
+        process.register()
+        code = main(sys.argv[1:])
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ExitCode.USER_INPUT)
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the edge of the process: all becomes an exit code
+        code = diagnose.report(error)
+    finally:
+        process.leave_exit_code(code)
+    return code
+
+
+if __name__ == "__main__":
+    exit_code = run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Collectives of a failed peer can hang in the interpreter's shutdown: leave without it when something went wrong.
+    if exit_code:
+        os._exit(exit_code)
+    sys.exit(0)

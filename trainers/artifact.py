@@ -1,0 +1,59 @@
+"""Saving what was trained: the adapter or the model, with tokenizer, chat template and a card, whole or not at all."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from blueprints.recipe.schema import Recipe
+
+
+def save_artifact(
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    recipe: Recipe,
+    source: dict[str, Any],
+    output: Path,
+) -> Path:
+    """Save `output/adapter` or `output/model` as safetensors.
+
+    An adapter of a `hf://` model names the model's Hub id and commit as its base, so that it loads anywhere; of other
+    models it names the directory in the workspace.
+
+    Args:
+        source: the model's manifest.
+
+    Returns:
+        the directory.
+    """
+    name = "adapter" if isinstance(model, PeftModel) else "model"
+    target, temporary = output / name, output / f".{name}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    if isinstance(model, PeftModel):
+        config = model.peft_config["default"]
+        if recipe.model.uri.startswith("hf://"):
+            config.base_model_name_or_path = recipe.model.uri.removeprefix("hf://").partition("@")[0]
+            config.revision = source.get("revision") or recipe.model.revision
+    model.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    (temporary / "README.md").write_text(card(recipe, name), encoding="utf-8")
+    shutil.rmtree(target, ignore_errors=True)
+    temporary.replace(target)
+    return target
+
+
+def card(recipe: Recipe, kind: str) -> str:
+    """The model card: what it was made from and how."""
+    base = recipe.model.uri
+    hub = f"base_model: {base.removeprefix('hf://').partition('@')[0]}\n" if base.startswith("hf://") else ""
+    library = "peft" if kind == "adapter" else "transformers"
+    return (
+        f"---\nlibrary_name: {library}\npipeline_tag: text-generation\n{hub}tags: [llm-blueprints, {recipe.method}]\n---\n"
+        f"# {'Adapter for' if kind == 'adapter' else 'Fine-tuned'} {base}\n\n"
+        f"Trained with llm-blueprints, method `{recipe.method}`, on `{recipe.dataset.uri}`.\n"
+        f"Recipe hash: `{recipe.hash()}`. The whole recipe, the measures and the proofs are in `run.json` beside it.\n"
+    )

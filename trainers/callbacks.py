@@ -1,0 +1,179 @@
+"""What happens between the steps: progress for people and machines, metrics.jsonl, and stopping on request."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations import KubeflowCallback
+
+from blueprints.errors import JobFailedError
+from blueprints.progress import Progress
+from trainers.checkpoint import write_text
+from trainers.process import STOP, World
+
+BAR = 24
+"""Characters of the bar at a terminal."""
+
+
+class StepReports(TrainerCallback):
+    """One line per logged step: on screen, in `metrics.jsonl` and in the progress file; rank 0 alone.
+
+    Args:
+        path: the `metrics.jsonl`.
+        progress: the step's progress file.
+    """
+
+    def __init__(self, path: Path, progress: Progress, *, main: bool) -> None:
+        self.path, self.progress, self.main = path, progress, main
+        self._since: tuple[float, float] | None = None
+        self._started = 0.0
+        self._first_step = 0
+        self.tokens_per_second = 0.0
+
+    def begin(self, step: int, num_tokens: float) -> None:
+        """Go on from `step`: lines of later steps, written by a run that was killed, are taken back."""
+        self._since, self._first_step = (time.monotonic(), num_tokens), step
+        self._started = time.monotonic()
+        if self.main:
+            kept = [line for line in read_metrics(self.path) if line["step"] <= step]
+            write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Transformers' event: a line of training or of evaluation."""
+        if not self.main or not logs or ("loss" not in logs and "eval_loss" not in logs) or self._since is None:
+            return
+        line = {"step": state.global_step} | {name: value for name, value in logs.items() if name != "total_flos"}
+        if "loss" in logs:
+            now, tokens = time.monotonic(), logs["num_tokens"]
+            self.tokens_per_second = (tokens - self._since[1]) / max(1e-9, now - self._since[0])
+            self._since = (now, tokens)
+            line["tokens_per_second"] = round(self.tokens_per_second, 1)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        self._show(state, logs)
+
+    def _show(self, state: TrainerState, logs: dict[str, float]) -> None:
+        if "eval_loss" in logs:
+            _print_line(f"step {state.global_step}/{state.max_steps}  held-out loss {logs['eval_loss']:.4f}")
+            return
+        done = state.global_step - self._first_step
+        eta = (state.max_steps - state.global_step) * (time.monotonic() - self._started) / max(1, done)
+        self.progress.update(
+            "train",
+            state.global_step,
+            state.max_steps,
+            unit="steps",
+            metrics={name: float(value) for name, value in logs.items()}
+            | {"tokens_per_second": self.tokens_per_second},
+            eta_seconds=eta,
+        )
+        text = (
+            f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.4f}  lr {logs['learning_rate']:.2e}  "
+            f"grad norm {logs.get('grad_norm', float('nan')):.3f}  {self.tokens_per_second:,.0f} tokens/s  "
+            f"ETA {duration(eta)}"
+        )
+        if sys.stdout.isatty() and state.global_step < state.max_steps:
+            full = BAR * state.global_step // max(1, state.max_steps)
+            print(f"\r\x1b[2K{'█' * full}{'░' * (BAR - full)} {text}", end="", flush=True)
+        else:
+            _print_line(text)
+
+
+def _print_line(text: str) -> None:
+    print(f"\r\x1b[2K{text}" if sys.stdout.isatty() else text, flush=True)
+
+
+class StopOnRequest(TrainerCallback):
+    """SIGTERM to any rank: all ranks agree at the end of the step, save a checkpoint and leave the loop.
+
+    Attributes:
+        stopped: whether training ended this way.
+    """
+
+    def __init__(self, world: World, device: torch.device) -> None:
+        self.world, self.device = world, device
+        self.stopped = False
+        self.trainer: Any = None
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Transformers' event: one optimizer step is done."""
+        asked = STOP.asked
+        if self.world.size > 1:
+            flag = torch.tensor(int(asked), device=self.device)
+            torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
+            asked = bool(flag.item())
+        if asked:
+            self.stopped = True
+            control.should_save, control.should_training_stop, control.should_evaluate = True, True, False
+            # It would report 100 % at the end of the loop: of a job that was stopped.
+            self.trainer.remove_callback(KubeflowCallback)
+        return control
+
+
+class GradientsArrive(TrainerCallback):
+    """Before the first update: every trainable parameter has a gradient, or something asked for is not trained."""
+
+    def __init__(self) -> None:
+        self._checked = False
+
+    def on_pre_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Transformers' event: gradients are complete, weights not yet changed."""
+        if self._checked or model is None:
+            return
+        self._checked = True
+        # An expert that no token of the batch chose has none, rightly.
+        without = [
+            name
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and parameter.grad is None and "expert" not in name
+        ]
+        if without:
+            raise JobFailedError(
+                f"{len(without)} trainable parameters get no gradient, such as {', '.join(without[:3])}: "
+                "they would stay as they are",
+                where="first step",
+                todo="take these layers out of lora.target_modules and lora.modules_to_save",
+            )
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl`; a last line cut short by a kill is left out."""
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    return found
+
+
+def duration(seconds: float) -> str:
+    """`75.4` as `1:15`, with hours where there are any."""
+    whole = max(0, round(seconds))
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

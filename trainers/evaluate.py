@@ -1,0 +1,143 @@
+"""Held-out measures: the loss, greedy answers in batches, exact match; before training and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from trainers.process import World
+
+TEXT_PROMPT = 32
+"""Tokens of a plain text that are given as prompt, at most half of it."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One held-out row as a prompt and the answer it should get.
+
+    Attributes:
+        ids: tokens of the prompt, with the template's opening of the answer.
+        prompt: the prompt as text.
+        reference: the answer of the data set, without special tokens.
+    """
+
+    ids: list[int]
+    prompt: str
+    reference: str
+
+
+def questions(rows: Any, tokenizer: PreTrainedTokenizerBase, limit: int) -> tuple[list[Question], set[int]]:
+    """The first `limit` held-out rows as questions, and the special tokens their answers end with.
+
+    The answer is the last stretch of trained tokens: the last turn of a conversation.
+    """
+    found, stops = [], set()
+    special = set(tokenizer.all_special_ids)
+    for row in rows.select(range(min(limit, len(rows)))):
+        ids, labels = row["input_ids"], row["labels"]
+        start, end = answer_span(labels, row.get("prompt_length"))
+        if end and ids[end - 1] in special:
+            stops.add(ids[end - 1])
+        found.append(
+            Question(
+                ids=list(ids[:start]),
+                prompt=tokenizer.decode(ids[:start], skip_special_tokens=True).strip(),
+                reference=tokenizer.decode(ids[start:end], skip_special_tokens=True).strip(),
+            )
+        )
+    return found, stops
+
+
+def answer_span(labels: Sequence[int], prompt_length: int | None = None) -> tuple[int, int]:
+    """Start and end of the last trained stretch; for a row trained from its first token on, the text's second part."""
+    end = max(index for index, label in enumerate(labels) if label >= 0) + 1
+    start = end
+    while start and labels[start - 1] >= 0:
+        start -= 1
+    if start:
+        return start, end
+    return prompt_length or min(TEXT_PROMPT, max(1, end // 2)), end
+
+
+@torch.no_grad()
+def answers(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    *,
+    stops: set[int],
+    batch_size: int,
+    max_new_tokens: int,
+    bf16: bool,
+    tick: Callable[[int], None],
+) -> list[str]:
+    """Greedy answers to `prompts`, in their order.
+
+    Prompts go through the model in batches of about equal length, padded on the left, with a key-value cache.
+
+    Args:
+        stops: tokens that end an answer, beside the model's and the tokenizer's own.
+        tick: called with the number of prompts answered so far.
+    """
+    device = next(model.parameters()).device
+    config = _greedy(model, tokenizer, stops, max_new_tokens)
+    model.eval()
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]), reverse=True)
+    found = [""] * len(prompts)
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        width = max(len(prompts[index]) for index in chosen)
+        ids = torch.full((len(chosen), width), config.pad_token_id, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for line, index in enumerate(chosen):
+            ids[line, width - len(prompts[index]) :] = torch.tensor(prompts[index])
+            mask[line, width - len(prompts[index]) :] = 1
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
+            out = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=config)
+        for index, text in zip(chosen, tokenizer.batch_decode(out[:, width:], skip_special_tokens=True), strict=True):
+            found[index] = text.strip()
+        tick(start + len(chosen))
+    return found
+
+
+def _greedy(model: nn.Module, tokenizer: PreTrainedTokenizerBase, stops: set[int], limit: int) -> GenerationConfig:
+    own = model.generation_config.eos_token_id
+    ends = {*stops, *([own] if isinstance(own, int) else own or [])}
+    if tokenizer.eos_token_id is not None:
+        ends.add(tokenizer.eos_token_id)
+    return GenerationConfig(
+        do_sample=False,
+        num_beams=1,
+        max_new_tokens=limit,
+        use_cache=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=sorted(ends) or None,
+        bos_token_id=tokenizer.bos_token_id,
+    )
+
+
+def shared_answers(
+    world: World, asked: Sequence[Question], answer: Callable[[list[list[int]]], list[str]]
+) -> list[str]:
+    """Every rank answers its share of the questions; all get all answers, in order."""
+    mine = [question.ids for question in asked[world.rank :: world.size]]
+    given = answer(mine) if mine else []
+    if world.size == 1:
+        return given
+    shares: list[list[str]] = [[] for _ in range(world.size)]
+    torch.distributed.all_gather_object(shares, given)
+    found = [""] * len(asked)
+    for rank, share in enumerate(shares):
+        found[rank :: world.size] = share
+    return found
+
+
+def exact_match(given: Sequence[str], asked: Sequence[Question]) -> float:
+    """Share of answers equal to their reference after trimming white space; between 0 and 1."""
+    same = sum(answer.strip() == question.reference.strip() for answer, question in zip(given, asked, strict=True))
+    return same / len(asked)

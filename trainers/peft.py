@@ -1,0 +1,143 @@
+"""The adapter: PEFT's LoraConfig from the recipe, with every named layer checked against the model."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+
+from peft import LoraConfig as PeftLoraConfig
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers import PreTrainedModel
+
+from blueprints.errors import UsageError
+from blueprints.recipe.schema import LoraConfig
+
+
+def adapter_config(lora: LoraConfig, model: PreTrainedModel) -> PeftLoraConfig:
+    """The PEFT configuration of `lora` for `model`.
+
+    Raises:
+        UsageError: a layer, a pattern or a layer index the recipe names is not in the model.
+    """
+    modules = {name: module for name, module in model.named_modules() if name}
+    _check_names(lora, modules)
+    _check_layers(lora.layers_to_transform, modules)
+    head = _head_name(model)
+    if _matches(lora.target_modules, head) and lora.target_modules != "all-linear":
+        raise UsageError(
+            f"{head!r} cannot carry an adapter: the loss is computed from its weight directly",
+            where="lora.target_modules",
+            todo=f"train it whole instead: lora.modules_to_save=[{head}]",
+        )
+    return PeftLoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.r,
+        lora_alpha=lora.lora_alpha or 2 * lora.r,
+        lora_dropout=lora.lora_dropout,
+        target_modules=lora.target_modules,
+        exclude_modules=lora.exclude_modules,
+        modules_to_save=lora.modules_to_save,
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+        bias=lora.bias,
+        init_lora_weights=lora.init_lora_weights,
+        layers_to_transform=lora.layers_to_transform,
+        rank_pattern=dict(lora.rank_pattern),
+        alpha_pattern=dict(lora.alpha_pattern),
+    )
+
+
+def _check_names(lora: LoraConfig, modules: dict[str, nn.Module]) -> None:
+    """Every name and pattern of the recipe fits at least one layer."""
+    if lora.target_modules != "all-linear":
+        _each_fits("lora.target_modules", lora.target_modules, modules)
+    if lora.exclude_modules is not None:
+        _each_fits("lora.exclude_modules", lora.exclude_modules, modules)
+    _each_fits("lora.modules_to_save", lora.modules_to_save or [], modules)
+    for key, patterns in (("lora.rank_pattern", lora.rank_pattern), ("lora.alpha_pattern", lora.alpha_pattern)):
+        for pattern in patterns:
+            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in modules):
+                raise _unknown(key, pattern, modules)
+
+
+def _each_fits(key: str, wanted: str | Sequence[str], modules: dict[str, nn.Module]) -> None:
+    for entry in [wanted] if isinstance(wanted, str) else wanted:
+        asked: str | list[str] = entry if isinstance(wanted, str) else [entry]
+        if not any(_matches(asked, name) for name in modules):
+            raise _unknown(key, entry, modules)
+
+
+def _matches(wanted: str | Iterable[str], name: str) -> bool:
+    """PEFT's rule: a string is a regular expression for the whole name, a list holds name endings."""
+    if isinstance(wanted, str):
+        return re.fullmatch(wanted, name) is not None
+    return any(name == entry or name.endswith(f".{entry}") for entry in wanted)
+
+
+def _unknown(key: str, entry: str, modules: dict[str, nn.Module]) -> UsageError:
+    linear = sorted({name.rsplit(".", 1)[-1] for name, module in modules.items() if isinstance(module, nn.Linear)})
+    near = difflib.get_close_matches(entry, [*linear, *(name.rsplit(".", 1)[-1] for name in modules)], n=3, cutoff=0.5)
+    near = list(dict.fromkeys(near))
+    hint = f"near names: {', '.join(near)}" if near else f"its linear layers are: {', '.join(linear)}"
+    return UsageError(f"the model has no layer {entry!r}", where=key, todo=hint)
+
+
+def _check_layers(layers: int | list[int] | None, modules: dict[str, nn.Module]) -> None:
+    wanted = [] if layers is None else [layers] if isinstance(layers, int) else layers
+    numbers = {int(part) for name in modules for part in name.split(".") if part.isdigit()}
+    for layer in wanted:
+        if layer not in numbers:
+            raise UsageError(
+                f"the model has no layer {layer}",
+                where="lora.layers_to_transform",
+                todo=f"layers are numbered 0 to {max(numbers, default=0)}",
+            )
+
+
+def _head_name(model: PreTrainedModel) -> str:
+    head = model.get_output_embeddings()
+    return next((name for name, module in model.named_modules() if module is head), "lm_head")
+
+
+def adapted_layers(model: PeftModel) -> dict[str, LoraLayer]:
+    """The layers that carry an adapter, by their name in the base model."""
+    base = model.get_base_model()
+    return {name: module for name, module in base.named_modules() if isinstance(module, LoraLayer)}
+
+
+def expected_trainable(model: PeftModel, lora: LoraConfig) -> int:
+    """Trainable parameters that the recipe asks for, from the layers' shapes and ranks alone.
+
+    A: r × in, B: out × r; DoRA adds one magnitude per output; `modules_to_save` adds whole layers, `bias` biases.
+    """
+    layers = adapted_layers(model)
+    total = sum(_adapter_size(name, layer, lora) for name, layer in layers.items())
+    base = model.get_base_model()
+    for name, module in base.named_modules():
+        if lora.modules_to_save and _matches(lora.modules_to_save, name) and not isinstance(module, BaseTunerLayer):
+            whole = model.base_model.get_submodule(f"model.{name}.original_module")
+            total += sum(parameter.numel() for parameter in whole.parameters())
+    return total + _trained_biases(base, layers, lora)
+
+
+def _adapter_size(name: str, layer: LoraLayer, lora: LoraConfig) -> int:
+    ranks = [rank for pattern, rank in lora.rank_pattern.items() if re.match(rf"(.*\.)?({pattern})$", name)]
+    rank = ranks[0] if ranks else lora.r
+    size = rank * (layer.in_features + layer.out_features)
+    return size + (layer.out_features if lora.use_dora else 0)
+
+
+def _trained_biases(base: nn.Module, layers: dict[str, LoraLayer], lora: LoraConfig) -> int:
+    if lora.bias == "none":
+        return 0
+    total = 0
+    for name, parameter in base.named_parameters():
+        if not name.endswith("bias") or "lora_" in name:
+            continue
+        adapted = any(name.startswith(f"{layer}.") for layer in layers)
+        total += parameter.numel() if lora.bias == "all" or adapted else 0
+    return total

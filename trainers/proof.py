@@ -1,0 +1,168 @@
+"""The artifact proof: a fresh process reloads what was saved and must compute what the live model computed.
+
+This half runs in the training process: it keeps the live model's logits on some rows and a sha256 of every trained
+tensor in `output/proof/`, and starts `python -m trainers.prove`, the other half. Both stay there, so that anyone can
+run the proof again later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import save_file
+from torch import nn
+
+from blueprints.errors import ExitCode, JobFailedError
+from trainers.checkpoint import write_json
+
+KEPT_LOGITS = 8_000_000
+"""Logits kept for the proof: 32 MB. With a large vocabulary the last positions of each row are compared."""
+ROW_TOKENS = 512
+"""Tokens of a row that are fed to the model, at most."""
+TORCHRUN_VARIABLES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+    "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What a reloaded artifact is held against.
+
+    Attributes:
+        kind: `adapter`, `model` or `merged`.
+        artifact: directory that was saved, relative to the output.
+        base: the base model's directory, for an adapter.
+        load: how to load: dtype, attention kernel, 4-bit settings, device, autocast.
+        tolerance: largest difference of a logit allowed, before scaling by the logits' spread.
+        scaled: whether the bound grows with the spread of the logits (not where the recipe names a tolerance).
+    """
+
+    kind: str
+    artifact: str
+    base: str
+    load: Mapping[str, Any]
+    tolerance: float
+    scaled: bool
+
+
+def tensor_hash(tensor: torch.Tensor) -> str:
+    """sha256 of a tensor's values; 16-bit floats are widened first, which is exact."""
+    values = tensor.detach().cpu().contiguous()
+    if values.dtype in (torch.bfloat16, torch.float16):
+        values = values.float()
+    return hashlib.sha256(values.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def hashes(model: nn.Module) -> dict[str, str]:
+    """sha256 of every tensor the artifact must hold: the adapter's, or all of the model's."""
+    if isinstance(model, PeftModel):
+        tensors = get_peft_model_state_dict(model)
+    else:
+        tensors = dict(model.named_parameters())
+    return {name: tensor_hash(tensor) for name, tensor in tensors.items()}
+
+
+@torch.no_grad()
+def last_logits(model: nn.Module, rows: Sequence[Sequence[int]], positions: int, bf16: bool) -> list[torch.Tensor]:
+    """Logits of the last `positions` tokens of each row, float32, one row at a time (no padding to differ in)."""
+    model.eval()
+    device = next(model.parameters()).device
+    found = []
+    for ids in rows:
+        tokens = torch.tensor([list(ids)], device=device)
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
+            logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
+        found.append(logits[0, -positions:].float().cpu().contiguous())
+    return found
+
+
+def expect(model: nn.Module, rows: Sequence[Sequence[int]], output: Path, what: Expectation) -> Path:
+    """Keep what the live model computes on `rows`.
+
+    Returns:
+        the file for `trainers.prove`.
+    """
+    directory = output / "proof"
+    directory.mkdir(exist_ok=True)
+    short = [list(row)[:ROW_TOKENS] for row in rows]
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    positions = max(1, KEPT_LOGITS // (len(short) * vocabulary))
+    logits = last_logits(model, short, positions, bool(what.load["bf16"]))
+    save_file({f"row-{index}": tensor for index, tensor in enumerate(logits)}, directory / f"{what.kind}.safetensors")
+    spread = torch.cat([tensor.flatten() for tensor in logits]).std().item()
+    path = directory / f"{what.kind}.json"
+    write_json(
+        path,
+        {
+            "kind": what.kind,
+            "artifact": what.artifact,
+            "base": what.base,
+            "load": dict(what.load),
+            "rows": short,
+            "positions": positions,
+            "tolerance": what.tolerance,
+            "bound": what.tolerance * max(1.0, spread) if what.scaled else what.tolerance,
+            "tensors": hashes(model),
+        },
+    )
+    return path
+
+
+def start(specification: Path, *, merge: bool = False) -> subprocess.Popen[str]:
+    """Start the fresh process on what `expect` has kept; `merge` saves the merged model as well."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in TORCHRUN_VARIABLES and not name.startswith(("TORCHELASTIC_", "PET_", "BLUEPRINTS_LAUNCH"))
+    }
+    command = [sys.executable, "-m", "trainers.prove", str(specification), *(["--merge"] if merge else [])]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen[str], specification: Path) -> dict[str, Any]:
+    """Wait for the fresh process.
+
+    Returns:
+        its findings: rows, positions, largest difference, bound.
+
+    Raises:
+        JobFailedError: the artifact is not what was trained, or could not be loaded.
+    """
+    said, _ = process.communicate()
+    kind = specification.stem
+    result = specification.with_name(f"{kind}.result.json")
+    if process.returncode in (int(ExitCode.DONE), int(ExitCode.JOB_FAILED)) and result.exists():
+        found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    else:
+        tail = "\n    ".join(said.strip().splitlines()[-15:])
+        found = {
+            "passed": False,
+            "faults": [f"the proof's process ended with exit code {process.returncode}:\n    {tail}"],
+        }
+    if not found["passed"]:
+        raise ProofError(kind, found)
+    return found
+
+
+class ProofError(JobFailedError):
+    """The saved artifact does not compute what was trained: exit code 4."""
+
+    def __init__(self, kind: str, found: dict[str, Any]) -> None:
+        self.kind, self.found = kind, found
+        super().__init__(
+            f"the artifact proof failed for the saved {kind}: " + "; ".join(found["faults"]),
+            where=f"output/proof/{kind}.json",
+            todo="do not use this artifact; free disk space if it is short and run the same command again: it saves "
+            "and proves again from the last checkpoint",
+        )

@@ -1,0 +1,188 @@
+"""The run record: `output/run.json`, who may write it, and whether a second start goes on, is done or is refused."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+from blueprints.errors import BlueprintError, EnvironmentFault, ExitCode, UsageError
+from blueprints.recipe.schema import Recipe
+from trainers.checkpoint import write_json
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "trl",
+    "peft",
+    "datasets",
+    "accelerate",
+    "tokenizers",
+    "safetensors",
+    "bitsandbytes",
+)
+LOCK_PATIENCE = 15.0
+"""Seconds to wait for a killed run's last process to let go of the output."""
+
+
+class Record:
+    """`run.json` of one output directory.
+
+    Args:
+        output: the workspace's `output`.
+        writes: whether this process writes it (rank 0); others read only.
+    """
+
+    def __init__(self, output: Path, *, writes: bool) -> None:
+        self.output, self.writes = output, writes
+        self.path = output / "run.json"
+        self.data: dict[str, Any] = self._read()
+        self._lock: IO[str] | None = None
+        self._started = time.monotonic()
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            data: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return {}
+        return data
+
+    def open(self, recipe: Recipe, name: str, overrides: tuple[str, ...], data: dict[str, Any]) -> bool:
+        """Begin, or go on with, the run of `recipe` in this output.
+
+        Returns:
+            False if this very run is complete already: there is nothing to do.
+
+        Raises:
+            UsageError: the output belongs to another recipe or other rows.
+            EnvironmentFault: another process is training into it.
+        """
+        if self.writes:
+            self.output.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            self.data = self._read()
+        before = self.data
+        if before and before.get("recipe_hash") != recipe.hash():
+            raise UsageError(
+                "the output holds the run of another recipe "
+                f"(its hash begins {str(before.get('recipe_hash'))[:12]}, this one's {recipe.hash()[:12]})",
+                where=str(self.output),
+                todo="delete that job or directory, or give this run a name of its own",
+            )
+        if before and before.get("data", {}).get("fingerprint") != data.get("fingerprint"):
+            raise UsageError(
+                "the output holds a run on other rows: the data set was prepared again since",
+                where=str(self.output),
+                todo="delete that job or directory, or give this run a name of its own",
+            )
+        if before.get("status") == "complete":
+            return False
+        started = before.get("started") or now()
+        self.data = before | {
+            "schema": 1,
+            "status": "running",
+            "recipe": recipe.model_dump(mode="json"),
+            "recipe_hash": recipe.hash(),
+            "recipe_name": name,
+            "overrides": list(overrides),
+            "versions": versions(),
+            "data": data,
+            "metrics": before.get("metrics", {}),
+            "proofs": before.get("proofs", {}),
+            "artifacts": before.get("artifacts", {}),
+            "started": started,
+            "ended": None,
+            "error": None,
+            "starts": int(before.get("starts", 0)) + 1,
+        }
+        self.save()
+        return True
+
+    def _take_lock(self) -> None:
+        self._lock = (self.output / ".lock").open("w")
+        deadline = time.monotonic() + LOCK_PATIENCE
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise EnvironmentFault(
+                        "another process is training into this output",
+                        where=str(self.output),
+                        todo="wait for it, or stop it first",
+                    ) from None
+                time.sleep(0.2)
+            else:
+                return
+
+    def note(self, **entries: Any) -> None:
+        """Set entries of the record and save it."""
+        self.data |= entries
+        self.save()
+
+    def measure(self, **metrics: float | int | None) -> None:
+        """Set metrics of the record and save it."""
+        self.data["metrics"] = self.data.get("metrics", {}) | metrics
+        self.save()
+
+    def save(self) -> None:
+        """Write `run.json`, on rank 0."""
+        if self.writes:
+            write_json(self.path, self.data)
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Whatever ends the block is in the record: complete is said by the block itself; stopped and failed here."""
+        try:
+            yield
+        except SystemExit as ended:
+            stopped = ended.code == int(ExitCode.TERMINATED)
+            self._close("stopped" if stopped else "failed")
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            from trainers.diagnose import translate
+
+            found = translate(error)
+            self._close("failed", found)
+            raise
+        else:
+            self._close("complete")
+
+    def _close(self, status: str, error: BlueprintError | None = None) -> None:
+        seconds = float(self.data.get("metrics", {}).get("seconds") or 0) + time.monotonic() - self._started
+        self.data["metrics"] = self.data.get("metrics", {}) | {"seconds": round(seconds, 1)}
+        self.data |= {"status": status, "ended": now(), "error": error.as_dict() if error else None}
+        try:
+            self.save()
+        except OSError:
+            # A full disk is what is being reported: that report must not be lost over the record of it.
+            if error is None:
+                raise
+
+
+def now() -> str:
+    """The time, as RFC 3339 in UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def versions() -> dict[str, str]:
+    """Versions of what this run computed with."""
+    found = {"llm-blueprints": _version("llm-blueprints"), "python": platform.python_version()}
+    found |= {name: _version(name) for name in PACKAGES}
+    found["platform"] = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+    return {name: version for name, version in found.items() if version}
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
