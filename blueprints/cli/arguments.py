@@ -87,7 +87,7 @@ def _validate(parser: argparse.ArgumentParser) -> None:
 
 def _logs(parser: argparse.ArgumentParser) -> None:
     _job(parser)
-    parser.add_argument("--step", metavar="STEP", help="one step only: model-initializer, dataset-initializer, node-0 ...")
+    parser.add_argument("--step", metavar="STEP", help="one step only, such as dataset-initializer or node-0")
     parser.add_argument("--follow", action="store_true", help="go on printing until the job ends")
 
 
@@ -127,7 +127,7 @@ RECIPE_VERBS = (
         "list the shipped recipes",
         "blueprints.cli.recipe:recipes",
         _json,
-        "The recipes that come with the package. Any of them is a starting point: `blueprints train NAME key=value ...`.",
+        "The recipes that come with the package; any of them is a starting point.",
         ("blueprints recipes", "blueprints recipes --json"),
     ),
     Verb(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
@@ -43,8 +43,9 @@ class Origin:
         return f"{self.layer} ({self.where})" if self.where else self.layer
 
 
-Content: TypeAlias = "None | bool | int | float | str | list[Node] | dict[str, Node]"
-Path_ = tuple[str | int, ...]
+Content: TypeAlias = "bool | int | float | str | list[Node] | dict[str, Node] | None"
+KeyPath: TypeAlias = tuple[str | int, ...]
+"""Where a value stands in a tree: keys of maps and indices of lists."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Node:
             return [node.plain() for node in self.content]
         return self.content
 
-    def at(self, path: Path_) -> Node | None:
+    def at(self, path: KeyPath) -> Node | None:
         """The node at `path`, None if there is none."""
         node: Node | None = self
         for step in path:
@@ -96,7 +97,7 @@ _INFINITE = re.compile(r"[-+]?\.(inf|Inf|INF)")
 _NAN = re.compile(r"\.(nan|NaN|NAN)")
 
 
-def scalar(text: str) -> None | bool | int | float | str:
+def scalar(text: str) -> bool | int | float | str | None:
     """What a plain scalar means by the YAML 1.2 core schema.
 
     Raises:
@@ -243,7 +244,7 @@ def from_plain(value: Any, origin: Origin) -> Node:
     return Node(value, origin)
 
 
-def non_finite(node: Node, path: Path_) -> Iterator[Fault]:
+def non_finite(node: Node, path: KeyPath) -> Iterator[Fault]:
     """A fault for every nan or infinity below `node`: no key takes one."""
     if isinstance(node.content, dict):
         for key, item in node.content.items():
@@ -255,7 +256,7 @@ def non_finite(node: Node, path: Path_) -> Iterator[Fault]:
         yield Fault(node.origin.where, dotted(path), f"found {describe_value(node.content)}", "a finite number")
 
 
-def dotted(path: Path_) -> str:
+def dotted(path: KeyPath) -> str:
     """`("a", "b", 0, "c")` as `a.b[0].c`."""
     text = ""
     for step in path:
@@ -291,10 +292,13 @@ def _short(text: str) -> str:
 class _Builder:
     """Turns PyYAML's events into nodes, bounded in depth and size."""
 
-    def __init__(self, layer: str, where: Any) -> None:
+    def __init__(self, layer: str, where: Callable[[int], str]) -> None:
         self.layer, self.where = layer, where
         self.faults: list[Fault] = []
         self.anchors: dict[str, Node | None] = {}  # None while the anchored value is still open
+        self.events: Iterator[yaml.Event] = iter(())
+        self.ahead: yaml.Event | None = None
+        self.line = 1
         self.count = 0
         self.depth = 0
         self.path: list[str | int] = []
@@ -302,7 +306,7 @@ class _Builder:
     def document(self, text: str) -> Node | None:
         """The one document of `text`; None if there is none."""
         try:
-            return self._document(yaml.SafeLoader(text))
+            return self._document(yaml.parse(text, Loader=yaml.SafeLoader))
         except yaml.reader.ReaderError as error:
             character = error.character if isinstance(error.character, int) else ord(str(error.character)[0])
             line = text.count("\n", 0, error.position) + 1
@@ -312,46 +316,60 @@ class _Builder:
             mark = error.problem_mark or error.context_mark
             line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
             self._stop(line, *_syntax(error, text, line, column))
-        except ValueError as error:  # PyYAML on numbers in escapes and directives
-            self._stop(1, f"not YAML: {error}", "YAML")
+        except (ValueError, OverflowError) as error:  # PyYAML on escapes such as \\U99999999
+            self._stop(self.line, f"not YAML, on this line or soon after: {error}", "YAML")
 
-    def _document(self, loader: yaml.SafeLoader) -> Node | None:
-        loader.get_event()  # the start of the stream
-        if loader.check_event(yaml.StreamEndEvent):
+    def _document(self, events: Iterator[yaml.Event]) -> Node | None:
+        self.events = events
+        self._take()  # the start of the stream
+        if self._at(yaml.StreamEndEvent):
             return None
-        loader.get_event()  # the start of the document
-        node = self._node(loader)
-        loader.get_event()  # the end of the document
-        if not loader.check_event(yaml.StreamEndEvent):
-            line = loader.peek_event().start_mark.line + 1
-            self._stop(line, "a second YAML document", "one recipe in a file", "Put it into a file of its own.")
+        self._take()  # the start of the document
+        node = self._node()
+        self._take()  # the end of the document
+        if not self._at(yaml.StreamEndEvent):
+            self._stop(
+                _line(self._peek()), "a second YAML document", "one recipe in a file", "Put it into a file of its own."
+            )
         return node
 
-    def _node(self, loader: yaml.SafeLoader) -> Node:
-        event = loader.get_event()
-        line = event.start_mark.line + 1
+    def _peek(self) -> yaml.Event:
+        if self.ahead is None:
+            self.ahead = next(self.events)
+        return self.ahead
+
+    def _take(self) -> yaml.Event:
+        event = self._peek()
+        self.ahead, self.line = None, _line(event)
+        return event
+
+    def _at(self, kind: type[yaml.Event]) -> bool:
+        return isinstance(self._peek(), kind)
+
+    def _node(self) -> Node:
+        event = self._take()
+        line = _line(event)
         if isinstance(event, yaml.AliasEvent):
             return self._alias(event.anchor, line)
+        if not isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent):
+            raise TypeError(f"no value begins with {event}")  # the parser's grammar has no such place
         if event.anchor is not None:
             self.anchors[event.anchor] = None
         if event.tag is not None and event.tag != "!":
             tag = event.tag.replace("tag:yaml.org,2002:", "!!")
             hint = "Leave the tag out; put a text that looks like a number into quotes."
             self.faults.append(Fault(self.where(line), dotted(tuple(self.path)), f"the tag `{tag}`", "no tag", hint))
-        if isinstance(event, yaml.ScalarEvent):
-            node = self._scalar(event, line)
-        else:
-            node = self._collection(loader, event, line)
+        node = self._scalar(event, line) if isinstance(event, yaml.ScalarEvent) else self._collection(event, line)
         self._grow(1, line)
         if event.anchor is not None:
             self.anchors[event.anchor] = node
         return node
 
-    def _collection(self, loader: yaml.SafeLoader, event: yaml.Event, line: int) -> Node:
+    def _collection(self, event: yaml.Event, line: int) -> Node:
         self.depth += 1
         if self.depth > MAX_DEPTH:
             self._stop(line, f"nested deeper than {MAX_DEPTH} levels", "a recipe, which has three or four")
-        node = self._map(loader, line) if isinstance(event, yaml.MappingStartEvent) else self._list(loader, line)
+        node = self._map(line) if isinstance(event, yaml.MappingStartEvent) else self._list(line)
         self.depth -= 1
         return node
 
@@ -373,14 +391,14 @@ class _Builder:
         self.faults += faults
         return Node(None, origin) if faults else node
 
-    def _map(self, loader: yaml.SafeLoader, line: int) -> Node:
+    def _map(self, line: int) -> Node:
         entries: dict[str, Node] = {}
         lines: dict[str, int] = {}
-        while not loader.check_event(yaml.MappingEndEvent):
-            key_line = loader.peek_event().start_mark.line + 1
-            key = self._key(loader, key_line)
+        while not self._at(yaml.MappingEndEvent):
+            key_line = _line(self._peek())
+            key = self._key(key_line)
             self.path.append("?" if key is None else key)
-            node = self._node(loader)
+            node = self._node()
             self.path.pop()
             if key is None:
                 continue
@@ -391,38 +409,38 @@ class _Builder:
             else:
                 lines[key] = key_line
                 entries[key] = replace(node, origin=Origin(self.layer, self.where(key_line)))
-        loader.get_event()
+        self._take()
         size = 1 + sum(node.size for node in entries.values())
         return Node(entries, Origin(self.layer, self.where(line)), size)
 
-    def _key(self, loader: yaml.SafeLoader, line: int) -> str | None:
+    def _key(self, line: int) -> str | None:
         """The next key of a map; None, and a fault, where it is no string."""
-        event = loader.peek_event()
-        plain = isinstance(event, yaml.ScalarEvent) and event.style is None
-        if plain and event.value == "<<":
+        event = self._peek()
+        bare = event.value if isinstance(event, yaml.ScalarEvent) and event.style is None else ""
+        if bare == "<<":
             hint = "Write the keys out, or put the shared part into a file and add it with -f."
             self._fault(line, "the merge key `<<`", "keys written out (YAML 1.2 has no merge keys)", hint)
-            loader.get_event()
+            self._take()
             return None
-        value = self._node(loader).content
+        value = self._node().content
         if isinstance(value, str):
             return value
         text = describe_value(Node(value, Origin("")).plain())
-        hint = f'Put it into quotes: "{event.value}".' if plain and event.value else ""
+        hint = f'Put it into quotes: "{_short(bare)}".' if bare else ""
         self._fault(line, f"found {text} as a key", "a string", hint)
         return None
 
-    def _list(self, loader: yaml.SafeLoader, line: int) -> Node:
+    def _list(self, line: int) -> Node:
         items: list[Node] = []
-        while not loader.check_event(yaml.SequenceEndEvent):
+        while not self._at(yaml.SequenceEndEvent):
             self.path.append(len(items))
-            items.append(self._node(loader))
+            items.append(self._node())
             self.path.pop()
-        loader.get_event()
+        self._take()
         return Node(items, Origin(self.layer, self.where(line)), 1 + sum(item.size for item in items))
 
-    def _alias(self, name: str, line: int) -> Node:
-        if name not in self.anchors:
+    def _alias(self, name: str | None, line: int) -> Node:
+        if name is None or name not in self.anchors:
             self._stop(line, f"the alias `*{name}` has no anchor `&{name}` before it", "an anchor above it")
         node = self.anchors[name]
         if node is None:
@@ -442,12 +460,16 @@ class _Builder:
         raise DocumentError(Fault(self.where(line), dotted(tuple(self.path)), problem, expected, hint))
 
 
+def _line(event: yaml.Event) -> int:
+    return event.start_mark.line + 1 if event.start_mark is not None else 1
+
+
 def _syntax(error: yaml.MarkedYAMLError, text: str, line: int, column: int) -> tuple[str, str, str]:
     """Problem, expectation and hint of a syntax fault, in words that do not need PyYAML's inside."""
     lines = text.split("\n")
     source = lines[line - 1] if line <= len(lines) else ""
     if "\t" in (error.problem or "") or "'\\t'" in (error.problem or ""):
-        return f"a tab at column {column}", "spaces: YAML is not indented with tabs", "Replace the tab with spaces."
+        return f"a tab at column {column}", "spaces: YAML takes no tabs here", "Replace the tab with spaces."
     context = f"{error.context}, " if error.context else ""
     problem = f"not YAML at column {column}: {context}{error.problem}"
     return problem, "YAML", f"The line reads: {_short(source.strip())}" if source.strip() else ""

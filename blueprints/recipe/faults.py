@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, WithJsonSchema
 from pydantic.fields import FieldInfo
 
 from blueprints.errors import Fault
-from blueprints.recipe.document import Node, Origin, Path_, describe_value, dotted, from_plain
+from blueprints.recipe.document import KeyPath, Node, Origin, describe_value, dotted, from_plain
 from blueprints.recipe.schema import BLOCK_ORDER, METHODS, Block, Recipe
 
 SYNONYMS = {
@@ -81,6 +81,12 @@ SYNONYMS = {
 }
 """Names other tools use, and the key that means the same here."""
 
+EXAMPLES = {
+    "method": "Such as `method: sft`.",
+    "model": "Such as `model: hf://Qwen/Qwen3-0.6B`.",
+    "dataset": "Such as `dataset: file:///data/rows.jsonl`.",
+}
+
 NO_PACKING = (
     "`{method}` has no packing: {reason}. The methods with packing are sft (`sft.packing`) and qat (`qat.packing`)."
 )
@@ -92,7 +98,7 @@ NO_PACKING_REASONS = {
 }
 
 
-def schema_faults(node: Node, *, partial: bool) -> dict[Path_, Fault]:
+def schema_faults(node: Node, *, partial: bool) -> dict[KeyPath, Fault]:
     """What the grammar says against a tree of values, by path.
 
     Args:
@@ -124,8 +130,8 @@ def _without_nulls(node: Node) -> Any:
     return node.plain()
 
 
-def _translated(block: type[BaseModel], node: Node, error: ValidationError, *, partial: bool) -> dict[Path_, Fault]:
-    faults: dict[Path_, Fault] = {}
+def _translated(block: type[BaseModel], node: Node, error: ValidationError, *, partial: bool) -> dict[KeyPath, Fault]:
+    faults: dict[KeyPath, Fault] = {}
     for detail in error.errors(include_url=False, include_context=False, include_input=False):
         path = _real_path(node, detail["loc"], detail["type"])
         if detail["type"] == "missing":
@@ -140,13 +146,13 @@ def _translated(block: type[BaseModel], node: Node, error: ValidationError, *, p
     return {path: fault for path, fault in faults.items() if not any(_below(other, path) for other in faults)}
 
 
-def _below(path: Path_, ancestor: Path_) -> bool:
+def _below(path: KeyPath, ancestor: KeyPath) -> bool:
     return len(path) > len(ancestor) and path[: len(ancestor)] == ancestor
 
 
-def _real_path(node: Node, loc: tuple[int | str, ...], kind: str) -> Path_:
+def _real_path(node: Node, loc: tuple[int | str, ...], kind: str) -> KeyPath:
     """The path in the tree: pydantic's location without the names of union branches and short forms expanded."""
-    path: Path_ = ()
+    path: KeyPath = ()
     for index, step in enumerate(loc):
         here = node.at(path)
         is_map = here is not None and isinstance(here.content, dict)
@@ -158,7 +164,7 @@ def _real_path(node: Node, loc: tuple[int | str, ...], kind: str) -> Path_:
     return path
 
 
-def _where(node: Node, path: Path_) -> str:
+def _where(node: Node, path: KeyPath) -> str:
     for length in range(len(path), -1, -1):
         found = node.at(path[:length])
         if found is not None and found.origin.where:
@@ -166,13 +172,14 @@ def _where(node: Node, path: Path_) -> str:
     return node.origin.where
 
 
-def _missing(block: type[BaseModel], node: Node, path: Path_) -> Fault:
+def _missing(block: type[BaseModel], node: Node, path: KeyPath) -> Fault:
     found = field_at(block, path)
-    expected = describe_field(found) if found is not None else "a value"
-    return Fault(_where(node, path), dotted(path), "required, but missing", expected, "")
+    expected = "a URI" if path[-1] in ("model", "dataset", "uri") else describe_field(found) if found else "a value"
+    hint = EXAMPLES.get(str(path[0]), "")
+    return Fault(_where(node, path), dotted(path), "required, but missing", expected, hint)
 
 
-def _wrong(block: type[BaseModel], node: Node, path: Path_) -> Fault:
+def _wrong(block: type[BaseModel], node: Node, path: KeyPath) -> Fault:
     at = node.at(path)
     value = at.plain() if at is not None else None
     found = field_at(block, path)
@@ -182,7 +189,7 @@ def _wrong(block: type[BaseModel], node: Node, path: Path_) -> Fault:
     )
 
 
-def _hint(found: FieldInfo | None, path: Path_, value: Any) -> str:
+def _hint(found: FieldInfo | None, path: KeyPath, value: Any) -> str:
     """A next action for values people often get slightly wrong."""
     if found is None:
         return ""
@@ -215,7 +222,7 @@ def _is_number(text: str) -> bool:
 # Types in plain words ------------------------------------------------------------------------------------------------
 
 
-def field_at(block: type[BaseModel], path: Path_) -> FieldInfo | None:
+def field_at(block: type[BaseModel], path: KeyPath) -> FieldInfo | None:
     """The field at `path` below `block`; for an item of a list or map, a field of the item's type."""
     current: Any = block
     found: FieldInfo | None = None
@@ -292,6 +299,8 @@ def _describe(annotation: Any, metadata: list[Any]) -> str:
         for item in extra:
             metadata = [*metadata, *(item.metadata if isinstance(item, FieldInfo) else [item])]
         return _describe(inner, metadata)
+    if any(isinstance(item, WithJsonSchema) for item in metadata):
+        return "a quantity such as 8, 500m or 64Gi"
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return "one of " + ", ".join(str(choice) for choice in args) if len(args) > 1 else str(args[0])
@@ -304,11 +313,11 @@ def _describe(annotation: Any, metadata: list[Any]) -> str:
         return f"a map with keys of {', '.join(annotation.model_fields)}"
     names = {bool: "a boolean (true or false)", int: "an integer", float: "a number", str: "a string"}
     text = names.get(annotation, "any value")
-    bounds = [bound for item in metadata if (bound := _bound(item, annotation))]
+    bounds = [bound for item in metadata if (bound := _bound(item))]
     return ", ".join([text, " and ".join(bounds)]) if bounds else text
 
 
-def _bound(item: Any, annotation: Any) -> str:
+def _bound(item: Any) -> str:
     if isinstance(item, Ge):
         return f"at least {item.ge}"
     if isinstance(item, Gt):
@@ -321,14 +330,13 @@ def _bound(item: Any, annotation: Any) -> str:
         return "not empty"
     if isinstance(item, MaxLen):
         return f"at most {item.max_length} characters"
-    pattern = item.__dict__.get("pattern") if annotation is str and hasattr(item, "__dict__") else None
-    return "such as 8, 500m or 64Gi" if pattern else ""
+    return ""
 
 
 # Unknown keys --------------------------------------------------------------------------------------------------------
 
 
-def _unknown(block: type[BaseModel], node: Node, path: Path_) -> Fault:
+def _unknown(block: type[BaseModel], node: Node, path: KeyPath) -> Fault:
     owner = model_of_path(block, path[:-1])
     name = str(path[-1])
     prefix = dotted(path[:-1])
@@ -337,7 +345,7 @@ def _unknown(block: type[BaseModel], node: Node, path: Path_) -> Fault:
     return Fault(_where(node, path), dotted(path), "unknown key", inside, hint)
 
 
-def model_of_path(block: type[BaseModel], path: Path_) -> type[BaseModel] | None:
+def model_of_path(block: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
     """The block at `path` below `block`."""
     if not path:
         return block

@@ -11,9 +11,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from blueprints.errors import Fault, RecipeError
-from blueprints.recipe.document import Node, Origin, Path_, dotted, from_plain, non_finite, read_file
+from blueprints.recipe.document import KeyPath, Node, Origin, dotted, from_plain, non_finite, read_file
 from blueprints.recipe.environment import VARIABLE, read_environment
-from blueprints.recipe.faults import map_field, model_of, schema_faults
+from blueprints.recipe.faults import map_field, schema_faults
 from blueprints.recipe.find import find_recipe
 from blueprints.recipe.overrides import read_override
 from blueprints.recipe.rules import rule_faults
@@ -114,7 +114,7 @@ def _long_form(node: Node) -> Node:
     return replace(node, content=entries)
 
 
-def merge(below: Node, above: Node, path: Path_ = ()) -> Node:
+def merge(below: Node, above: Node, path: KeyPath = ()) -> Node:
     """`above` laid over `below`: maps by key, anything else replaces; null removes.
 
     A layer that names another model or data set drops the revision of the layers below: it belonged to their source.
@@ -151,11 +151,11 @@ def _checked(layers: list[Node], faults: list[Fault], *, broken: bool) -> tuple[
         return None, merged
     recipe = Recipe.model_validate(_pruned(candidate))
     unknown = {dotted(path) for path in missing} | bad
-    faults += [fault for fault in rule_faults(recipe, merged) if fault.key not in unknown]
+    faults += [fault for fault in rule_faults(recipe, merged, layers) if fault.key not in unknown]
     return (None if broken or missing else recipe), merged
 
 
-def _covered(path: Path_, bad: set[str]) -> bool:
+def _covered(path: KeyPath, bad: set[str]) -> bool:
     """Whether a missing value was there but wrong, and has its fault already."""
     return any(dotted(path[:length]) in bad for length in range(1, len(path) + 1))
 
@@ -172,7 +172,7 @@ def _completed(merged: Node) -> Node | None:
     return None if schema_faults(candidate, partial=False) else candidate
 
 
-def _without(node: Node, path: Path_) -> Node:
+def _without(node: Node, path: KeyPath) -> Node:
     """The tree without the value at `path`; a list with a wrong item goes as a whole."""
     if not path or not isinstance(node.content, dict):
         return node
@@ -198,7 +198,7 @@ def _pruned(node: Node) -> Any:
 def _in_order(faults: list[Fault]) -> list[Fault]:
     """Faults without repetition, those of one file by line."""
     unique = list(dict.fromkeys(faults))
-    first = {}
+    first: dict[str, int] = {}
     for index, fault in enumerate(unique):
         first.setdefault(_file_line(fault.where)[0], index)
     return sorted(unique, key=lambda fault: (first[_file_line(fault.where)[0]], _file_line(fault.where)[1]))
@@ -232,7 +232,7 @@ def _origins(recipe: Recipe, merged: Node) -> dict[str, Origin]:
     return origins
 
 
-def _origin(merged: Node, path: Path_, derived: Mapping[str, Any]) -> Origin:
+def _origin(merged: Node, path: KeyPath, derived: Mapping[str, Any]) -> Origin:
     node = merged.at(path)
     if dotted(path) in derived:
         idle = node is not None and node.content is not None
@@ -242,8 +242,3 @@ def _origin(merged: Node, path: Path_, derived: Mapping[str, Any]) -> Origin:
     if node.content is None:
         return Origin("default", f"unset by {node.origin.where}")
     return node.origin
-
-
-def explicit_model(annotation: Any) -> type[BaseModel] | None:
-    """The block an annotation names, None for a leaf."""
-    return model_of(annotation)

@@ -31,7 +31,9 @@ def read_override(text: str) -> tuple[Node | None, list[Fault]]:
         node, faults = read_value(value, origin)
     except DocumentError as error:
         return None, [Fault(where, key, error.fault.problem, error.fault.expected, error.fault.hint)]
-    keyed = [Fault(where, f"{key}.{fault.key}".rstrip("."), fault.problem, fault.expected, fault.hint) for fault in faults]
+    keyed = [
+        Fault(where, f"{key}.{fault.key}".rstrip("."), fault.problem, fault.expected, fault.hint) for fault in faults
+    ]
     for part in reversed(key_parts(key)):
         node = Node({part: node}, origin)
     return node, keyed

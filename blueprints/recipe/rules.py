@@ -1,12 +1,344 @@
-"""Combinations that cannot work, each with its reason."""
+"""Combinations that cannot work, each with its reason. A rule is a small function in the list at the end."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
 from blueprints.errors import Fault
-from blueprints.recipe.document import Node
-from blueprints.recipe.schema import Recipe
+from blueprints.recipe.document import KeyPath, Node
+from blueprints.recipe.schema import IDLE, METHODS, Idle, Recipe
+from blueprints.recipe.uris import revision_in, uri_fault
+
+SHARDED = ("fsdp", "zero2", "zero3")
+FORMATS = {
+    "sft": ("messages", "sharegpt", "prompt_completion", "alpaca", "text"),
+    "qat": ("messages", "sharegpt", "prompt_completion", "alpaca", "text"),
+    "distill": ("messages", "sharegpt", "prompt_completion", "alpaca", "text", "prompt"),
+    "dpo": ("preference",),
+    "ppo": ("prompt", "prompt_completion", "messages", "sharegpt", "alpaca"),
+    "grpo": ("prompt", "prompt_completion", "messages", "sharegpt", "alpaca"),
+}
+"""Shapes of rows each method can train on."""
 
 
-def rule_faults(recipe: Recipe, merged: Node) -> list[Fault]:
-    """Every combination in `recipe` that cannot work."""
-    return []
+@dataclass(frozen=True)
+class Checked:
+    """A recipe whose single values are right, with what is needed to point at them.
+
+    Attributes:
+        recipe: the recipe, not resolved.
+        resolved: the same, resolved.
+        merged: the values that were set, with their places.
+        layers: the layers from the bottom, overrides as one.
+    """
+
+    recipe: Recipe
+    resolved: Recipe
+    merged: Node
+    layers: Sequence[Sequence[Node]]
+
+    def given(self, key: str) -> bool:
+        """Whether some layer sets `key`, and no later one unsets it."""
+        node = self.merged.at(_path(key))
+        return node is not None and node.content is not None
+
+    def rank(self, key: str) -> int:
+        """The highest layer that says something about `key`; -1 if none does."""
+        path = _path(key)
+        ranks = [rank for rank, group in enumerate(self.layers) if any(node.at(path) is not None for node in group)]
+        return max(ranks, default=-1)
+
+    def fault(self, key: str, problem: str, expected: str = "", hint: str = "") -> Fault:
+        """A fault at the place of `key`, or of the nearest block above it that is there."""
+        path = _path(key)
+        for length in range(len(path), -1, -1):
+            node = self.merged.at(path[:length])
+            if node is not None and node.origin.where:
+                return Fault(node.origin.where, key, problem, expected, hint)
+        where = next((group[0].origin.where for group in self.layers if group), "recipe")
+        return Fault(where, key, problem, expected, hint)
+
+
+def _path(key: str) -> KeyPath:
+    return tuple(key.split("."))
+
+
+Rule = Callable[[Checked], Iterator[Fault]]
+
+
+def rule_faults(recipe: Recipe, merged: Node, layers: Sequence[Node]) -> list[Fault]:
+    """Every combination in `recipe` that cannot work.
+
+    Args:
+        recipe: the merged recipe, its single values right.
+        merged: the same as a tree with places.
+        layers: the layers it was merged from, from the bottom.
+    """
+    checked = Checked(recipe, recipe.resolve(), merged, _grouped(layers))
+    return [fault for rule in RULES for fault in rule(checked)]
+
+
+def _grouped(layers: Sequence[Node]) -> list[list[Node]]:
+    groups: list[list[Node]] = []
+    for node in layers:
+        if groups and node.origin.layer == "override" == groups[-1][0].origin.layer:
+            groups[-1].append(node)
+        else:
+            groups.append([node])
+    return groups
+
+
+def _blocks_of_other_methods(at: Checked) -> Iterator[Fault]:
+    method = at.recipe.method
+    for name in METHODS:
+        if name != method and at.given(name):
+            yield at.fault(
+                name,
+                f"knobs of the method {name}, but the method is {method}",
+                f"no method's block but `{method}`",
+                f"Remove it, unset it with `{name}=null`, or set `method: {name}`.",
+            )
+
+
+def _idle_knobs(at: Checked) -> Iterator[Fault]:
+    """A knob that does nothing is a fault where it was set beside or above what makes it idle."""
+    for idle in IDLE:
+        block, name = at.recipe.part(idle.key)
+        if block is None or not at.given(idle.key) or not idle.when(at.recipe):
+            continue
+        if at.rank(idle.key) >= at.rank(idle.switch) and not _harmless(idle, dict(block)[name], at):
+            yield at.fault(idle.key, f"`{idle.key}` does nothing here: {idle.reason}", "", idle.todo)
+
+
+def _harmless(idle: Idle, value: object, at: Checked) -> bool:
+    return idle.off_is_fine and value == dict(at.resolved.part(idle.key)[0] or {})[idle.key.split(".")[1]]
+
+
+def _sources(at: Checked) -> Iterator[Fault]:
+    recipe = at.recipe
+    uris = [("model.uri", recipe.model.uri, False), ("dataset.uri", recipe.dataset.uri, True)]
+    if recipe.distill and recipe.distill.teacher:
+        uris.append(("distill.teacher", recipe.distill.teacher, False))
+    if recipe.ppo and recipe.ppo.reward_model:
+        uris.append(("ppo.reward_model", recipe.ppo.reward_model, False))
+    for key, uri, dataset in uris:
+        wrong = uri_fault(uri, dataset=dataset)
+        if wrong is not None:
+            yield at.fault(key, wrong.problem, wrong.expected, wrong.hint)
+
+
+def _revisions(at: Checked) -> Iterator[Fault]:
+    recipe = at.recipe
+    named: list[tuple[str, str | None, str | None, str]] = [
+        ("model.revision", recipe.model.uri, recipe.model.revision, "model"),
+        ("dataset.revision", recipe.dataset.uri, recipe.dataset.revision, "data set"),
+    ]
+    if recipe.distill:
+        named.append(("distill.teacher_revision", recipe.distill.teacher, recipe.distill.teacher_revision, "teacher"))
+    for key, uri, revision, what in named:
+        if revision is None or (uri is not None and uri_fault(uri, dataset=what == "data set") is not None):
+            continue
+        if uri is None or not uri.startswith("hf://"):
+            yield at.fault(key, f"`{key}` does nothing here: the {what} is not from the Hub", "", "Leave it out.")
+        elif (named_too := revision_in(uri)) is not None:
+            problem = f"the revision is {revision!r}, and the URI names {named_too!r}"
+            yield at.fault(key, problem, "one of the two", "Remove one.")
+
+
+def _quantized_base(at: Checked) -> Iterator[Fault]:
+    lora = at.recipe.lora
+    if lora is None or not lora.quantize_base:
+        return
+    key = "lora.quantize_base"
+    if at.recipe.method == "qat":
+        yield at.fault(
+            key,
+            "QLoRA cannot be combined with the method qat: it trains weights for a later quantisation, "
+            "and a base that is already in 4 bits has none left to train",
+            "`quantize_base: false` with qat",
+            "Leave it out, or use the method sft.",
+        )
+    if at.recipe.resources.strategy in ("fsdp", "zero3"):
+        yield at.fault(
+            key,
+            f"bitsandbytes' 4-bit weights cannot be sharded by `resources.strategy: {at.recipe.resources.strategy}`",
+            "`auto` or `ddp` with QLoRA",
+            "Set `resources.strategy: ddp`.",
+        )
+    if lora.init_lora_weights == "pissa":
+        yield at.fault(
+            "lora.init_lora_weights",
+            "`pissa` takes the base weights apart, which needs them in 16 or 32 bits, not in 4",
+            "true, gaussian, olora or orthogonal with `lora.quantize_base`",
+        )
+
+
+def _adapters(at: Checked) -> Iterator[Fault]:
+    lora = at.recipe.lora
+    if lora is None:
+        return
+    if lora.layers_to_transform is not None and isinstance(lora.target_modules, str):
+        yield at.fault(
+            "lora.layers_to_transform",
+            f"layers can be chosen by index only among named modules; `lora.target_modules` is {lora.target_modules!r}",
+            "`lora.target_modules` as a list of names",
+            "Such as `target_modules: [q_proj, k_proj, v_proj, o_proj]`.",
+        )
+    if lora.init_lora_weights == "orthogonal" and any(r % 2 for r in (lora.r, *lora.rank_pattern.values())):
+        yield at.fault("lora.init_lora_weights", "`orthogonal` needs an even rank", "an even `lora.r`")
+
+
+def _half_precision(at: Checked) -> Iterator[Fault]:
+    if at.recipe.lora is None and at.recipe.model.dtype == "float16":
+        yield at.fault(
+            "model.dtype",
+            "all weights cannot be trained in float16: small gradients vanish in it",
+            "auto, bfloat16 or float32 without `lora`",
+        )
+
+
+def _processes(at: Checked) -> Iterator[Fault]:
+    resources = at.resolved.resources
+    processes = resources.num_proc_per_node or 1
+    if resources.strategy in SHARDED and resources.num_nodes * processes == 1:
+        yield at.fault(
+            "resources.strategy",
+            f"`{resources.strategy}` shares the work among processes, and the run has one",
+            "`auto` with one process",
+            "Raise `resources.num_nodes`, `resources.gpu` or `resources.num_proc_per_node`.",
+        )
+    if 0 < resources.gpu < processes:
+        yield at.fault(
+            "resources.num_proc_per_node",
+            f"{processes} processes cannot share {resources.gpu} GPU{'' if resources.gpu == 1 else 's'}",
+            f"at most {resources.gpu}, one process for each GPU",
+        )
+
+
+def _needs_gpu(at: Checked) -> Iterator[Fault]:
+    if at.recipe.resources.gpu:
+        return
+    if at.recipe.model.attn_implementation.startswith("flash_attention"):
+        yield at.fault(
+            "model.attn_implementation",
+            f"`{at.recipe.model.attn_implementation}` runs on GPUs alone, and `resources.gpu` is 0",
+            "auto, sdpa or eager on CPU",
+            "Set `resources.gpu: 1` or more for a GPU.",
+        )
+    if at.recipe.training.optim == "paged_adamw_8bit":
+        yield at.fault(
+            "training.optim",
+            "`paged_adamw_8bit` pages state out of GPU memory, and `resources.gpu` is 0",
+            "adamw_bnb_8bit, which works on CPU too, or another optimizer",
+        )
+
+
+def _schedule(at: Checked) -> Iterator[Fault]:
+    training = at.recipe.training
+    if training.warmup_steps >= 1 and training.warmup_steps % 1:
+        yield at.fault(
+            "training.warmup_steps", f"found {training.warmup_steps}", "a whole number of steps, or a share below 1"
+        )
+    if len(set(training.report_to)) < len(training.report_to):
+        yield at.fault("training.report_to", "a tracker is named twice", "each tracker once")
+
+
+def _held_out_rows(at: Checked) -> Iterator[Fault]:
+    dataset = at.recipe.dataset
+    if dataset.eval_split is not None and dataset.eval_split == dataset.split:
+        yield at.fault(
+            "dataset.eval_split",
+            f"{dataset.eval_split!r} is the split that is trained on: the score would be of rows the model has seen",
+            "another split",
+            "To hold out a part of it, set `dataset.test_size`.",
+        )
+    if dataset.eval_split is not None and dataset.test_size:
+        yield at.fault(
+            "dataset.test_size",
+            f"`dataset.eval_split` names the held-out rows already ({dataset.eval_split!r})",
+            "one of the two",
+            "Remove one.",
+        )
+    if dataset.test_size == 0 and dataset.eval_split is None:
+        for key, wanted in (
+            ("eval.metric", at.recipe.eval.metric != "none"),
+            ("training.eval_steps", at.recipe.training.eval_steps is not None),
+        ):
+            if wanted:
+                hint = "Set `dataset.test_size` or `dataset.eval_split`."
+                yield at.fault(key, "needs held-out rows, and `dataset.test_size: 0` holds none out", "", hint)
+
+
+def _row_format(at: Checked) -> Iterator[Fault]:
+    method, given = at.recipe.method, at.recipe.dataset.format
+    if given not in ("auto", *FORMATS[method]):
+        yield at.fault(
+            "dataset.format",
+            f"rows of the format {given} cannot be used by the method {method}",
+            f"auto, {', '.join(FORMATS[method])}",
+        )
+
+
+def _teacher(at: Checked) -> Iterator[Fault]:
+    distill = at.recipe.distill
+    if at.recipe.method == "distill" and distill and distill.teacher is None and not distill.seq_kd:
+        yield at.fault(
+            "distill.teacher",
+            "required, but missing: distillation compares the model with a teacher",
+            "the URI of a model, such as hf://Qwen/Qwen3-4B",
+            "With `distill.seq_kd: true` the rows may hold the teacher's text instead.",
+        )
+
+
+def _rewards(at: Checked) -> Iterator[Fault]:
+    recipe = at.recipe
+    if recipe.method == "grpo" and recipe.grpo and not recipe.grpo.reward_funcs:
+        yield at.fault(
+            "grpo.reward_funcs", "required, but missing", "one reward or more", "Such as `[{name: exact_match}]`."
+        )
+    if recipe.method == "ppo" and recipe.ppo and bool(recipe.ppo.reward_model) == bool(recipe.ppo.reward_funcs):
+        found = "both are set" if recipe.ppo.reward_model else "neither is set"
+        key = "ppo.reward_model"
+        yield at.fault(key, f"{found}: `reward_model` and `reward_funcs`", "exactly one of the two")
+
+
+def _groups(at: Checked) -> Iterator[Fault]:
+    grpo, training, resources = at.recipe.grpo, at.resolved.training, at.resolved.resources
+    if at.recipe.method != "grpo" or grpo is None:
+        return
+    processes = resources.num_nodes * (resources.num_proc_per_node or 1)
+    batch = training.per_device_train_batch_size * training.gradient_accumulation_steps * processes
+    if batch % grpo.num_generations:
+        yield at.fault(
+            "grpo.num_generations",
+            f"a batch of {batch} completions ({training.per_device_train_batch_size} per process x "
+            f"{training.gradient_accumulation_steps} micro-steps x {processes} processes) is no whole number of groups "
+            f"of {grpo.num_generations}",
+            "a divisor of the batch",
+        )
+    if grpo.use_vllm and grpo.vllm_mode == "server" and not grpo.vllm_server_base_url:
+        hint = "Such as `http://127.0.0.1:8000`."
+        yield at.fault("grpo.vllm_server_base_url", "required by `grpo.vllm_mode: server`, but missing", "a URL", hint)
+    if grpo.use_vllm and grpo.vllm_mode == "colocate" and grpo.vllm_server_base_url:
+        reason = "`grpo.vllm_server_base_url` does nothing here: `grpo.vllm_mode` is colocate"
+        yield at.fault("grpo.vllm_server_base_url", reason, "", "Set `grpo.vllm_mode: server` or leave it out.")
+
+
+RULES: tuple[Rule, ...] = (
+    _blocks_of_other_methods,
+    _sources,
+    _revisions,
+    _idle_knobs,
+    _quantized_base,
+    _adapters,
+    _half_precision,
+    _processes,
+    _needs_gpu,
+    _schedule,
+    _held_out_rows,
+    _row_format,
+    _teacher,
+    _rewards,
+    _groups,
+)

@@ -15,7 +15,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from blueprints.errors import RecipeError
@@ -37,7 +46,20 @@ Text = Annotated[str, Field(min_length=1)]
 Uri = Annotated[str, Field(min_length=1, max_length=2048)]
 """A source. Its scheme and form are checked with the whole recipe, where a wrong one gets a useful hint."""
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
-Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|[kMGTPE]|[KMGTPE]i)?$")]
+
+
+def _quantity(value: object) -> object:
+    """Kubernetes takes `cpu: 8` for `cpu: "8"`, and so do recipes."""
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+QUANTITY = r"^[0-9]+(\.[0-9]+)?(m|[kMGTPE]|[KMGTPE]i)?$"
+Quantity = Annotated[
+    str,
+    Field(pattern=QUANTITY),
+    BeforeValidator(_quantity),
+    WithJsonSchema({"anyOf": [{"type": "string", "pattern": QUANTITY}, {"type": "number", "minimum": 0}]}),
+]
 
 
 B = TypeVar("B", bound="Block")
@@ -104,8 +126,8 @@ class DatasetConfig(Block):
     """Split held out for evaluation. Default: the first of `validation`, `valid`, `dev`, `eval`, `test` that the source
     has, if `test_size` is not set."""
     test_size: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | NonNegativeInt | None = None
-    """Rows to hold out of `split` for evaluation when there is no evaluation split: a share below 1 or a number of rows.
-    0: none. Default: none."""
+    """Rows to hold out of `split` for evaluation when there is no evaluation split: a share below 1, or a number of
+    rows. 0: none, even if the source has an evaluation split. Default: none."""
     format: Literal["auto", "messages", "sharegpt", "prompt_completion", "alpaca", "text", "preference", "prompt"] = (
         "auto"
     )
@@ -626,6 +648,7 @@ class Idle:
         when: whether it does.
         reason: why, to be read after "`key` does nothing: ".
         todo: what to do.
+        off_is_fine: whether setting the knob to its default is no fault, because it asks for nothing.
     """
 
     key: str
@@ -633,6 +656,7 @@ class Idle:
     when: Callable[[Recipe], bool]
     reason: str
     todo: str
+    off_is_fine: bool = False
 
 
 def _no_adam(recipe: Recipe) -> bool:
@@ -684,6 +708,14 @@ IDLE = (
             "Set `grpo.use_vllm: true` or leave it out.",
         )
         for key in ("vllm_mode", "vllm_server_base_url")
+    ),
+    Idle(
+        "output.merge",
+        "lora",
+        lambda recipe: recipe.lora is None,
+        "without `lora` there is no adapter to merge; the whole model is saved anyway",
+        "Leave it out, or train adapters with `lora: {}`.",
+        off_is_fine=True,
     ),
 )
 """Every knob that can be idle. `Recipe.derived` resets them, the loader refuses them where they were set on purpose."""
