@@ -102,7 +102,7 @@ def _initializer(recipe: Recipe, base: str, overrides: list[str]) -> Manifest:
             env["REVISION"] = source.revision
         if source.ignore_patterns:
             env["IGNORE_PATTERNS"] = ",".join(source.ignore_patterns)
-        result[role] = {"storageUri": source.uri, "env": _env(env)}
+        result[role] = {"storageUri": _literal(source.uri), "env": _env(env)}
         if recipe.runtime.secret_ref is not None:
             result[role]["secretRef"] = {"name": recipe.runtime.secret_ref}
     return result
@@ -113,7 +113,7 @@ def _trainer(recipe: Recipe, base: str, overrides: list[str]) -> Manifest:
     trainer: Manifest = {}
     if recipe.runtime.image is not None:
         trainer["image"] = recipe.runtime.image
-    trainer["args"] = ["--recipe", base, *overrides]
+    trainer["args"] = ["--recipe", base, *map(_literal, overrides)]
     trainer["numNodes"] = resources.num_nodes
     trainer["numProcPerNode"] = resources.num_proc_per_node or max(1, resources.gpu)
     limits: Manifest = {}
@@ -131,7 +131,12 @@ def _trainer(recipe: Recipe, base: str, overrides: list[str]) -> Manifest:
 
 
 def _env(variables: Mapping[str, str]) -> list[Manifest]:
-    return [{"name": name, "value": value} for name, value in sorted(variables.items())]
+    return [{"name": name, "value": _literal(value)} for name, value in sorted(variables.items())]
+
+
+def _literal(text: str) -> str:
+    """Text that Kubernetes hands on as it is: it would replace `$(NAME)` and `$$` in arguments and variables."""
+    return re.sub(r"\$(?=[$(])", lambda _: "$$", text)
 
 
 def to_yaml(manifest: Manifest) -> str:
@@ -149,12 +154,13 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-_PLAIN = re.compile(r"^[A-Za-z/][^\n]*$")
+_PLAIN = re.compile(r"^(--)?[A-Za-z/][^\n]*$")
 _WORDS = re.compile(r"^(y|n|yes|no|on|off|true|false|null)$", re.IGNORECASE)
 
 
 def _represent_string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    style = None if _PLAIN.match(text) and not _WORDS.match(text) else '"'
+    readable = "'" if '"' in text and text.isprintable() else '"'
+    style = None if _PLAIN.match(text) and not _WORDS.match(text) else readable
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 

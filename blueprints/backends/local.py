@@ -1,0 +1,333 @@
+"""This machine as a cluster of one: the same TrainJob and runtime, the same steps, as processes.
+
+Jobs live in directories below `home_directory()`; a detached supervisor owns each running one, so this module only
+writes what is to run, starts supervisors, and reads what they record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import fcntl
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import yaml
+
+from blueprints.backends.processes import JOB_MARKER, STEP_MARKER, add_package_path, kill_marked, write_commands
+from blueprints.backends.state import (
+    COMPLETE,
+    CREATED,
+    JobDirectory,
+    JobStatus,
+    home_directory,
+    now,
+    storage_faults,
+)
+from blueprints.backends.supervisor import ALREADY_OWNED, fresh_steps
+from blueprints.errors import EnvironmentFault, ManifestError, UsageError
+from blueprints.manifests import name_fault, require_valid
+from blueprints.resolve import ResolvedJob, resolve
+from blueprints.runtimes import Manifest
+from blueprints.trainjob import RECIPE_HASH, to_yaml
+
+LIBRARIES = {
+    "initializers": ("pyarrow", "transformers", "huggingface_hub", "jinja2"),
+    "trainers": ("torch", "transformers", "trl", "peft", "datasets", "accelerate"),
+}
+"""What the steps' own packages need beside the light client."""
+STARTED, RESUMED, ALREADY_COMPLETE = "started", "resumed", "complete"
+_MINIMUM_FREE_BYTES = 64 * 1024 * 1024
+_POLL_SECONDS = 0.2
+_KILL_SECONDS = 30.0
+
+
+class LocalBackend:
+    """Runs TrainJobs as processes of this machine.
+
+    Args:
+        home: directory for jobs. Default: see `home_directory`.
+    """
+
+    def __init__(self, home: Path | None = None) -> None:
+        self.home = home_directory() if home is None else home.expanduser().absolute()
+        self.jobs_directory = self.home / "jobs"
+
+    # -- starting
+
+    def start(self, job: Manifest, runtime: Manifest, *, resume: str = "") -> str:
+        """Run a job, go on with a stopped or failed one of the same name and recipe, or find it complete already.
+
+        Args:
+            job: the TrainJob.
+            runtime: its runtime; a snapshot is kept with the job.
+            resume: the command that starts this job again, for messages.
+
+        Returns:
+            `started`, `resumed` or `complete`.
+
+        Raises:
+            ManifestError: the TrainJob or the runtime is invalid.
+            UsageError: the name is taken by a running job or by another recipe.
+            EnvironmentFault: libraries are missing, or the jobs' directory cannot be written.
+        """
+        require_valid(job, runtime)
+        require_libraries(resolve(job, runtime))
+        directory = JobDirectory(self.jobs_directory / job["metadata"]["name"])
+        with storage_faults(self.home), self._creating():
+            outcome = STARTED
+            if directory.exists():
+                outcome = self._existing(directory, job)
+            else:
+                self._create(directory, job, runtime, resume)
+            if outcome != ALREADY_COMPLETE:
+                self._supervise(directory)
+        return outcome
+
+    def _existing(self, directory: JobDirectory, job: Manifest) -> str:
+        status = directory.read_status()
+        if directory.is_owned():
+            raise UsageError(
+                f"a job named {status.name!r} is running",
+                where="--name",
+                todo=f"follow it with `blueprints logs {status.name} --follow`, or choose another name",
+            )
+        stored = yaml.safe_load((directory.path / "trainjob.yaml").read_text(encoding="utf-8"))
+        if not _same_run(stored, job):
+            raise UsageError(
+                f"a job named {status.name!r} with another recipe exists",
+                where="--name",
+                todo=f"choose another name, or remove that job with `blueprints delete {status.name}`",
+            )
+        return ALREADY_COMPLETE if status.state == COMPLETE else RESUMED
+
+    def _create(self, directory: JobDirectory, job: Manifest, runtime: Manifest, resume: str) -> None:
+        free = shutil.disk_usage(self.jobs_directory).free
+        if free < _MINIMUM_FREE_BYTES:
+            problem = f"only {free // 2**20} MiB are free on the disk for jobs"
+            raise EnvironmentFault(
+                problem, where=str(self.jobs_directory), todo="free some space, or set BLUEPRINTS_HOME"
+            )
+        shutil.rmtree(directory.path, ignore_errors=True)  # left by a creation that was interrupted
+        directory.create()
+        (directory.path / "trainjob.yaml").write_text(to_yaml(job), encoding="utf-8")
+        (directory.path / "runtime.yaml").write_text(to_yaml(runtime), encoding="utf-8")
+        resolved = resolve(job, runtime)
+        directory.write_status(
+            JobStatus(
+                name=directory.name,
+                runtime=runtime["metadata"]["name"],
+                num_nodes=resolved.num_nodes,
+                state=CREATED,
+                created=now(),
+                resume=resume,
+                steps=fresh_steps(resolved.steps),
+            )
+        )
+        directory.event("Job", directory.name, "Created", f"on runtime {runtime['metadata']['name']}")
+
+    def _supervise(self, directory: JobDirectory) -> None:
+        write_commands(directory)  # this interpreter's: another one may have created the job
+        environment = {name: value for name, value in os.environ.items() if name not in (JOB_MARKER, STEP_MARKER)}
+        add_package_path(environment)
+        with directory.supervisor_log.open("ab") as log:
+            start = log.tell()
+            code = subprocess.run(
+                [sys.executable, "-m", "blueprints.backends.supervisor", str(directory.path)],
+                cwd=directory.path,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # closing the terminal or Ctrl-C in it must not reach the job
+                check=False,
+            ).returncode
+        if code == ALREADY_OWNED:
+            raise UsageError(f"a job named {directory.name!r} is running", where="--name", todo="choose another name")
+        if code:
+            said = directory.supervisor_log.read_bytes()[start:].decode(errors="replace").strip()
+            raise EnvironmentFault(
+                f"the supervisor of the job could not start: {said.splitlines()[-1] if said else f'exit code {code}'}",
+                where=str(directory.supervisor_log),
+                todo="see that file for the whole message",
+            )
+
+    @contextlib.contextmanager
+    def _creating(self) -> Iterator[None]:
+        """One client at a time creates, starts or deletes."""
+        self.jobs_directory.mkdir(parents=True, exist_ok=True)
+        with (self.home / "jobs.lock").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    # -- looking
+
+    def directory(self, name: str) -> JobDirectory:
+        """The files of a job.
+
+        Raises:
+            UsageError: there is no such job.
+        """
+        directory = JobDirectory(self.jobs_directory / name)
+        if "/" in name or name.startswith(".") or not name or not directory.exists():
+            known = self.names()
+            near = difflib.get_close_matches(name, known, n=3)
+            listed = f"did you mean {', '.join(near)}?" if near else "`blueprints jobs` lists the jobs"
+            raise UsageError(f"there is no job named {name!r}", where=str(self.jobs_directory), todo=listed)
+        return directory
+
+    def names(self) -> list[str]:
+        """Names of all jobs."""
+        if not self.jobs_directory.is_dir():
+            return []
+        found = [JobDirectory(path) for path in self.jobs_directory.iterdir() if not path.name.startswith(".")]
+        return sorted(directory.name for directory in found if directory.exists())
+
+    def get(self, name: str) -> JobStatus:
+        """State of a job and of its steps."""
+        return self.directory(name).read_status()
+
+    def jobs(self) -> list[JobStatus]:
+        """All jobs, the newest first."""
+        statuses = [self.get(name) for name in self.names()]
+        return sorted(statuses, key=lambda status: status.created, reverse=True)
+
+    def wait(self, name: str, *, timeout: float | None = None, states: Collection[str] = ()) -> JobStatus:
+        """Wait until a job has ended, or has reached one of `states`.
+
+        Raises:
+            TimeoutError: it has not after `timeout` seconds.
+        """
+        directory = self.directory(name)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            status = directory.read_status()
+            if status.finished or status.state in states:
+                return status
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(f"job {name!r} is still {status.state} after {timeout:g} s")
+            time.sleep(_POLL_SECONDS)
+
+    def logs(self, name: str, steps: Collection[str] = (), *, follow: bool = False) -> Iterator[tuple[str, str]]:
+        """Lines the steps printed, with the step's name: step by step, or as they come with `follow`.
+
+        Args:
+            name: the job.
+            steps: names of steps. Default: all.
+            follow: go on until the job ends.
+
+        Raises:
+            UsageError: there is no such job or step.
+        """
+        directory = self.directory(name)
+        known = [step.name for step in directory.read_status().steps]
+        for step in steps:
+            if step not in known:
+                todo = f"its steps are {', '.join(known)}"
+                raise UsageError(f"job {name!r} has no step {step!r}", where="--step", todo=todo)
+        return _log_lines(directory, [step for step in known if not steps or step in steps], follow)
+
+    # -- ending
+
+    def stop(self, name: str, *, kill: bool = False) -> None:
+        """Ask a running job to save its state and end; with `kill`, end it now. Returns at once."""
+        directory = self.directory(name)
+        if directory.is_owned():
+            pid = int((directory.path / "supervisor.pid").read_text(encoding="utf-8"))
+            with contextlib.suppress(ProcessLookupError):  # it ended between the two lines
+                os.kill(pid, signal.SIGQUIT if kill else signal.SIGTERM)
+
+    def delete(self, name: str, *, force: bool = False) -> None:
+        """Remove a job with all its files, its trained model included.
+
+        Raises:
+            UsageError: it runs, and `force` is not given.
+        """
+        directory = self.directory(name)
+        with storage_faults(self.home), self._creating():
+            if directory.is_owned():
+                if not force:
+                    todo = f"stop it and remove it with `blueprints delete {name} --force`"
+                    raise UsageError(f"job {name!r} is running", todo=todo)
+                self.stop(name, kill=True)
+                _wait_until_free(directory)
+            kill_marked(JOB_MARKER, str(directory.path))
+            doomed = directory.path.with_name(f".deleted-{name}-{os.getpid()}")
+            directory.path.rename(doomed)  # from here on the name is free, whatever happens
+            shutil.rmtree(doomed)
+
+
+def require_libraries(job: ResolvedJob) -> None:
+    """See before anything starts that what the steps import is installed.
+
+    Raises:
+        EnvironmentFault: something is missing.
+    """
+    words = {word for step in job.steps for word in step.argv}
+    needed = [name for package, names in LIBRARIES.items() if package in words for name in names]
+    missing = [name for name in dict.fromkeys(needed) if importlib.util.find_spec(name) is None]
+    if missing:
+        raise EnvironmentFault(
+            f"this Python lacks {', '.join(missing)}, which the job's steps need",
+            where=sys.executable,
+            todo="pip install 'llm-blueprints[all]'",
+        )
+
+
+def check_name(name: str, runtime: Manifest, num_nodes: int = 1) -> None:
+    """Refuse a job name that a cluster would refuse.
+
+    Raises:
+        ManifestError: with the rule.
+    """
+    if fault := name_fault(name, runtime, num_nodes):
+        raise ManifestError([fault], subject="--name")
+
+
+def _same_run(stored: Manifest, job: Manifest) -> bool:
+    """Whether both train the same recipe; jobs not made from a recipe must be equal."""
+    hashes = [(manifest["metadata"].get("annotations") or {}).get(RECIPE_HASH) for manifest in (stored, job)]
+    if hashes[0] and hashes[1]:
+        return bool(hashes[0] == hashes[1])
+    return bool(stored["spec"] == job["spec"])
+
+
+def _wait_until_free(directory: JobDirectory) -> None:
+    deadline = time.monotonic() + _KILL_SECONDS
+    while directory.is_owned():
+        if time.monotonic() > deadline:
+            pid = (directory.path / "supervisor.pid").read_text(encoding="utf-8").strip()
+            raise EnvironmentFault("the job does not end", where=f"process {pid}", todo=f"kill -9 {pid}, then again")
+        time.sleep(0.05)
+
+
+def _log_lines(directory: JobDirectory, steps: list[str], follow: bool) -> Iterator[tuple[str, str]]:
+    positions = dict.fromkeys(steps, 0)
+    while True:
+        finished = not follow or directory.read_status().finished
+        for step in steps:
+            yield from ((step, line) for line in _new_lines(directory.log(step), positions, step, last=finished))
+        if finished:
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+def _new_lines(path: Path, positions: dict[str, int], step: str, *, last: bool) -> Iterator[str]:
+    """Whole lines that were added since the last look; at the end also one without a line break."""
+    try:
+        with path.open("rb") as file:
+            file.seek(positions[step])
+            for line in file:
+                if not line.endswith(b"\n") and not last:
+                    break
+                positions[step] += len(line)
+                yield line.decode(errors="replace").rstrip("\r\n")
+    except FileNotFoundError:
+        return  # the step has not started, or the job was deleted

@@ -1,0 +1,320 @@
+"""The Python client: method and argument names of the Kubeflow SDK's `TrainerClient`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Sequence
+from datetime import datetime
+from typing import Any
+
+from blueprints.backends.local import LocalBackend
+from blueprints.backends.results import read_run
+from blueprints.backends.state import FAILED, JobDirectory, JobStatus
+from blueprints.errors import JobFailedError, UsageError
+from blueprints.recipe import LoadedRecipe, load_recipe
+from blueprints.runtimes import FRAMEWORK, Manifest, get_runtime, recipe_of, shipped_runtimes, trainer_container
+from blueprints.trainjob import default_name, runtime_for, train_job
+from blueprints.types import (
+    ActiveDeadlineSeconds,
+    Annotations,
+    BuiltinTrainer,
+    Callback,
+    DatasetInitializer,
+    Event,
+    HuggingFaceDatasetInitializer,
+    HuggingFaceModelInitializer,
+    Initializer,
+    Labels,
+    ModelInitializer,
+    Name,
+    Option,
+    Runtime,
+    RuntimeTrainer,
+    Step,
+    TrainJob,
+)
+
+__all__ = [
+    "ActiveDeadlineSeconds",
+    "Annotations",
+    "BuiltinTrainer",
+    "DatasetInitializer",
+    "HuggingFaceDatasetInitializer",
+    "HuggingFaceModelInitializer",
+    "Initializer",
+    "Labels",
+    "ModelInitializer",
+    "Name",
+    "TrainerClient",
+    "WaitFailedError",
+]
+
+STATES = ("Created", "Running", "Complete", "Failed")
+STATUSES_WITH_LOGS = ("Succeeded", "Failed")
+
+
+class WaitFailedError(JobFailedError, RuntimeError):
+    """The job that was waited for has failed. A `RuntimeError` too, as the SDK raises."""
+
+
+class TrainerClient:
+    """Starts and watches training jobs.
+
+    Args:
+        backend: `local`: this machine.
+
+    Raises:
+        UsageError: there is no such backend in this version.
+    """
+
+    def __init__(self, backend: str = "local") -> None:
+        if backend != "local":
+            what = "is not in this version" if backend == "kubernetes" else "does not exist"
+            todo = "use TrainerClient(backend='local'); for a cluster, `blueprints render` writes the TrainJob"
+            raise UsageError(f"the backend {backend!r} {what}", where="TrainerClient(backend=...)", todo=todo)
+        self.backend = LocalBackend()
+
+    def list_runtimes(self) -> list[Runtime]:
+        """The runtimes a job can name."""
+        return [_runtime(manifest) for manifest in shipped_runtimes().values()]
+
+    def get_runtime(self, name: str) -> Runtime:
+        """One runtime.
+
+        Raises:
+            UsageError: there is none of that name.
+        """
+        return _runtime(get_runtime(name))
+
+    def train(
+        self,
+        runtime: str | Runtime | None = None,
+        initializer: Initializer | None = None,
+        trainer: BuiltinTrainer | None = None,
+        options: Sequence[Option] | None = None,
+    ) -> str:
+        """Start a job and return at once.
+
+        Args:
+            runtime: the runtime or its name. Default: the method's own, `llm-<method>`.
+            initializer: data set and model, instead of the configuration's.
+            trainer: what to train. Default: the runtime's own recipe.
+            options: `Name(...)`, `Labels(...)`, `Annotations(...)`, `ActiveDeadlineSeconds(...)`.
+
+        Returns:
+            the job's name. The name of a stopped or failed job with the same recipe makes that job go on.
+
+        Raises:
+            RecipeError: the configuration is invalid; all faults at once.
+            ManifestError: the job's name or another option is invalid.
+            EnvironmentFault: libraries are missing, or the disk cannot be written.
+        """
+        name = runtime.name if isinstance(runtime, Runtime) else runtime
+        loaded = _load(name, initializer, trainer)
+        manifest = runtime_for(loaded.recipe)
+        wanted = [option for option in options or () if isinstance(option, Name)]
+        job_name = wanted[-1].name if wanted else default_name(loaded, manifest, unique=True)
+        job = train_job(loaded, manifest, name=job_name)
+        for option in options or ():
+            _apply(option, job)
+        self.backend.start(job, manifest, resume=f"TrainerClient().train(..., options=[Name({job_name!r})])")
+        return job_name
+
+    def list_jobs(self, runtime: str | Runtime | None = None) -> list[TrainJob]:
+        """All jobs, the newest first; with `runtime` those on it."""
+        name = runtime.name if isinstance(runtime, Runtime) else runtime
+        return [self._job(status) for status in self.backend.jobs() if name is None or status.runtime == name]
+
+    def get_job(self, name: str) -> TrainJob:
+        """A job with its steps.
+
+        Raises:
+            UsageError: there is none of that name.
+        """
+        return self._job(self.backend.get(name))
+
+    def get_job_logs(self, name: str, step: str = "node-0", follow: bool = False) -> Iterator[str]:
+        """Lines that a step printed.
+
+        Args:
+            name: the job.
+            step: `model-initializer`, `dataset-initializer`, `node-0`, ...
+            follow: wait for more until the job has ended.
+        """
+        return (line for _, line in self.backend.logs(name, [step], follow=follow))
+
+    def get_job_events(self, name: str) -> list[Event]:
+        """What happened to a job and its steps, oldest first."""
+        kinds = {"Job": "TrainJob", "Step": "Pod"}
+        return [
+            Event(
+                involved_object_kind=kinds.get(event["kind"], event["kind"]),
+                involved_object_name=event["name"],
+                message=event["message"],
+                reason=event["reason"],
+                event_time=datetime.fromisoformat(event["time"]),
+            )
+            for event in self.backend.directory(name).events()
+        ]
+
+    def wait_for_job_status(
+        self,
+        name: str,
+        status: Collection[str] = frozenset({"Complete"}),
+        timeout: float = 600,
+        polling_interval: float = 2,
+        callbacks: Sequence[Callback] | None = None,
+    ) -> TrainJob:
+        """Wait until a job has one of the statuses.
+
+        Args:
+            name: the job.
+            status: of `Created`, `Running`, `Complete`, `Failed`.
+            timeout: seconds to wait at most.
+            polling_interval: seconds between two looks.
+            callbacks: called with the job at each look.
+
+        Raises:
+            WaitFailedError: the job has failed and `Failed` is not among `status`; a `RuntimeError`.
+            TimeoutError: none was reached in time.
+            UsageError: an argument is invalid.
+        """
+        _check_wait(status, timeout, polling_interval)
+        deadline = time.monotonic() + timeout
+        while True:
+            job = self.get_job(name)
+            for callback in callbacks or ():
+                callback(job)
+            if job.status in status:
+                return job
+            if job.status == FAILED:
+                state = self.backend.get(name)
+                raise WaitFailedError(f"job {name!r} failed: {state.message}", todo=state.todo)
+            if job.status == "Complete":
+                raise UsageError(f"job {name!r} is Complete and will not reach {', '.join(status)}", where="status")
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"job {name!r} is {job.status} after {timeout:g} s")
+            time.sleep(max(0.0, min(polling_interval, deadline - time.monotonic())))
+
+    def delete_job(self, name: str) -> None:
+        """Stop a job if it runs, and remove it with all its files."""
+        self.backend.delete(name, force=True)
+
+    def _job(self, status: JobStatus) -> TrainJob:
+        directory = JobDirectory(self.backend.jobs_directory / status.name)
+        run = read_run(directory)
+        return TrainJob(
+            name=status.name,
+            runtime=_runtime_named(status.runtime),
+            steps=[
+                Step(
+                    name=step.name,
+                    status=step.status,
+                    pod_name=f"{status.name}-{step.replicated_job}-0-{step.index}",
+                    exit_code=step.exit_code,
+                )
+                for step in status.steps
+            ],
+            num_nodes=status.num_nodes,
+            creation_timestamp=datetime.fromisoformat(status.created),
+            status=status.state,
+            reason=status.reason,
+            message=status.message,
+            output=str(directory.output) if directory.output.is_dir() else None,
+            metrics=run.metrics if run else {},
+        )
+
+
+def _load(runtime: str | None, initializer: Initializer | None, trainer: BuiltinTrainer | None) -> LoadedRecipe:
+    """The configuration with the initializer's sources and the runtime's name laid over it."""
+    layer: dict[str, Any] = {}
+    if trainer is not None:
+        layer = trainer.config.as_layer()
+    else:
+        base = recipe_of(get_runtime(runtime)) if runtime else None
+        if base is None:
+            raise UsageError(
+                "neither a trainer nor a runtime is given", where="train()", todo="give trainer= or runtime="
+            )
+        layer = load_recipe(base, environ={}).recipe.model_dump(mode="json", exclude_unset=True)
+    if runtime is not None:
+        get_runtime(runtime)
+        layer["runtime"] = {**_block(layer.get("runtime"), "name"), "name": runtime}
+    if initializer is not None:
+        for role, source in (("dataset", initializer.dataset), ("model", initializer.model)):
+            if source is not None:
+                layer[role] = {**_other_keys(layer.get(role)), **_source(role, source)}
+    return load_recipe(None, base=layer)
+
+
+def _block(value: Any, short: str) -> dict[str, Any]:
+    return {short: value} if isinstance(value, str) else dict(value or {})
+
+
+def _other_keys(value: Any) -> dict[str, Any]:
+    """A source's block without what belongs to the source it named before."""
+    return {key: item for key, item in _block(value, "uri").items() if key not in ("uri", "revision")}
+
+
+def _source(role: str, source: DatasetInitializer | ModelInitializer | str) -> dict[str, Any]:
+    if isinstance(source, str):
+        return {"uri": source}
+    if source.access_token is not None:
+        raise UsageError(
+            "a token would be readable in the job's manifest",
+            where=f"Initializer({role}=...access_token)",
+            todo="set HF_TOKEN in the environment, or name a Secret: RuntimeConfig(secret_ref=...)",
+        )
+    block: dict[str, Any] = {"uri": source.storage_uri}
+    if source.ignore_patterns is not None:
+        block["ignore_patterns"] = list(source.ignore_patterns)
+    if source.revision is not None:
+        block["revision"] = source.revision
+    return block
+
+
+def _apply(option: Option, job: Manifest) -> None:
+    match option:
+        case Name():
+            pass  # the job was made with it
+        case Labels(labels):
+            job["metadata"]["labels"] |= labels
+        case Annotations(annotations):
+            job["metadata"]["annotations"] |= annotations
+        case ActiveDeadlineSeconds(seconds):
+            job["spec"]["activeDeadlineSeconds"] = seconds
+        case _:
+            raise UsageError(
+                f"{option!r} is not an option",
+                where="train(options=...)",
+                todo="use Name, Labels, Annotations, ActiveDeadlineSeconds of blueprints.types",
+            )
+
+
+def _check_wait(status: Collection[str], timeout: float, polling_interval: float) -> None:
+    unknown = [value for value in status if value not in STATES]
+    if unknown or isinstance(status, str) or not status:
+        problem = f"{status!r} is not a set of statuses"
+        raise UsageError(problem, where="status", todo=f"use some of {', '.join(STATES)}")
+    if timeout <= 0 or polling_interval <= 0:
+        raise UsageError("must be positive", where="timeout and polling_interval")
+
+
+def _runtime_named(name: str) -> Runtime:
+    known = shipped_runtimes()
+    if name in known:
+        return _runtime(known[name])
+    return Runtime(name, RuntimeTrainer("BuiltinTrainer", "Unknown", "Unknown"))
+
+
+def _runtime(manifest: Manifest) -> Runtime:
+    container = trainer_container(manifest) or {}
+    trainer = RuntimeTrainer(
+        trainer_type="BuiltinTrainer",
+        framework=str((manifest["metadata"].get("labels") or {}).get(FRAMEWORK, "Unknown")),
+        image=str(container.get("image", "Unknown")),
+        num_nodes=int((manifest["spec"].get("mlPolicy") or {}).get("numNodes", 1)),
+        command=tuple(container.get("command") or ()),
+        recipe=recipe_of(manifest),
+    )
+    return Runtime(manifest["metadata"]["name"], trainer, str(manifest["kind"]))
