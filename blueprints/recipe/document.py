@@ -40,7 +40,7 @@ class Origin:
     where: str = ""
 
     def __str__(self) -> str:
-        return f"{self.layer} ({self.where})" if self.where else self.layer
+        return self.where if self.where.startswith(self.layer) else f"{self.layer} {self.where}".rstrip()
 
 
 Content: TypeAlias = "bool | int | float | str | list[Node] | dict[str, Node] | None"

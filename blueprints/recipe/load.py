@@ -11,18 +11,17 @@ from typing import Any
 from pydantic import BaseModel
 
 from blueprints.errors import Fault, RecipeError
+from blueprints.recipe.describe import map_field
 from blueprints.recipe.document import KeyPath, Node, Origin, dotted, from_plain, non_finite, read_file
 from blueprints.recipe.environment import VARIABLE, read_environment
-from blueprints.recipe.faults import map_field, schema_faults
+from blueprints.recipe.faults import schema_faults
 from blueprints.recipe.find import find_recipe
 from blueprints.recipe.overrides import read_override
 from blueprints.recipe.rules import rule_faults
-from blueprints.recipe.schema import BLOCK_ORDER, Recipe, Run
+from blueprints.recipe.schema import BLOCK_ORDER, SHORT_FORMS, Recipe, Run
 
 LAYERS = ("default", "derived", "python", "recipe", "overlay", "override", "environment")
 """Layers from the bottom to the top; `python` stands in the place of a recipe file."""
-SHORT_FORMS = {"model": "uri", "dataset": "uri", "runtime": "name"}
-"""Blocks that may be written as one string, and the key that string is."""
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from blueprints.errors import Fault
+from blueprints.recipe.describe import map_field
 from blueprints.recipe.document import DocumentError, Node, Origin, read_value
-from blueprints.recipe.faults import map_field
 from blueprints.recipe.schema import Recipe, field_of_block
 
 

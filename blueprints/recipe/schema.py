@@ -43,7 +43,8 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Text = Annotated[str, Field(min_length=1)]
-Uri = Annotated[str, Field(min_length=1, max_length=2048)]
+URI_PATTERN = r"^(builtin|file|hf)://.+$"
+Uri = Annotated[str, Field(min_length=1, max_length=2048, json_schema_extra={"pattern": URI_PATTERN})]
 """A source. Its scheme and form are checked with the whole recipe, where a wrong one gets a useful hint."""
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 
@@ -146,7 +147,7 @@ class DatasetConfig(Block):
 
 
 class LoraConfig(Block):
-    """Low-rank adapters (PEFT). Absent: all weights are trained."""
+    """Low-rank adapters (PEFT). Absent: all weights are trained. `lora: {}`: adapters with every default."""
 
     r: PositiveInt = 16
     """Rank of the update. Higher learns more, costs memory and can overfit; 8 to 64 covers most uses."""
@@ -719,6 +720,9 @@ IDLE = (
     ),
 )
 """Every knob that can be idle. `Recipe.derived` resets them, the loader refuses them where they were set on purpose."""
+
+SHORT_FORMS = {"model": "uri", "dataset": "uri", "runtime": "name"}
+"""Blocks that may be written as one string, and the key that string is."""
 
 BLOCK_ORDER = ("method", "model", "dataset", "lora", "training", *METHODS, "eval", "output", "resources", "runtime")
 """The order in which a recipe is written and shown."""
