@@ -1,11 +1,11 @@
 """Generate `builtin://orders`, the embedded instruction dataset.
 
     python -m initializers.builtin.generate_data            # rewrite the committed files
-    python -m initializers.builtin.generate_data --check    # compare them, exit 1 on a difference
+    python -m initializers.builtin.generate_data --check    # compare, exit 1 if they differ
 
-Each row is a chat: the user gives an order in plain English, the assistant answers with that order as
-compact JSON. Pure standard library, and a function of the seed alone: the same seed gives the same
-bytes on every platform, so a test can hold the committed files to this code.
+Each row is a chat: the user gives an order in plain English, the assistant answers with that order
+as compact JSON. Pure standard library, and a function of the seed alone: the same seed gives the
+same bytes on every platform, so a test can hold the committed files to this code.
 """
 
 import argparse
@@ -21,17 +21,22 @@ TRAIN_ROWS = 3000
 TEST_ROWS = 300
 DEFAULT_OUT = Path(__file__).parent / "data" / "orders"
 
-NAMES = (
-    "Aisha Amir Anna Ben Carla Chen Clara Daniel Diego Elena Emma Erik Fatima Felix Grace Hana Hugo "
-    "Ines Ivan Jack Jonas José Julia Karim Kate Lea Leo Lina Lucas Maria Marta Max Mei Mia Nadia Nina "
-    "Noah Omar Oscar Paula Pedro Priya Rosa Ruth Sam Sara Sofia Tom Vera Yusuf Zoë"
-).split()
-ITEMS = (
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+NAMES = _words(
+    "Aisha Amir Anna Ben Carla Chen Clara Daniel Diego Elena Emma Erik Fatima Felix Grace Hana "
+    "Hugo Ines Ivan Jack Jonas José Julia Karim Kate Lea Leo Lina Lucas Maria Marta Max Mei Mia "
+    "Nadia Nina Noah Omar Oscar Paula Pedro Priya Rosa Ruth Sam Sara Sofia Tom Vera Yusuf Zoë"
+)
+ITEMS = _words(
     "apron bag belt blanket bottle bowl box brush candle cap chair clock cup glass hat jacket jar "
     "kettle lamp mirror mug notebook pen pillow plate poster ring shirt spoon towel umbrella vase"
-).split()
-COLORS = "beige black blue brown gold green grey orange pink purple red silver white yellow".split()
-NUMBER_WORDS = "one two three four five six seven eight nine ten eleven twelve".split()
+)
+COLORS = _words("beige black blue brown gold green grey orange pink purple red silver white yellow")
+NUMBER_WORDS = _words("one two three four five six seven eight nine ten eleven twelve")
 FIXED_AMOUNTS = {2: "a pair of", 12: "a dozen"}
 
 INSTRUCTIONS = (
@@ -144,9 +149,7 @@ def generate(seed: int = SEED) -> dict[str, str]:
 def differing(out: Path, files: dict[str, str]) -> list[str]:
     """Names of the files under `out` that are missing or are not what `files` says."""
     return [
-        name
-        for name, text in files.items()
-        if not (out / name).is_file() or (out / name).read_bytes() != text.encode()
+        name for name, text in files.items() if not (out / name).is_file() or (out / name).read_bytes() != text.encode()
     ]
 
 
