@@ -174,7 +174,7 @@ def read_text(text: str, layer: str, shown: str) -> tuple[Node | None, list[Faul
         node = builder.document(text)
     except DocumentError as error:
         return None, [*builder.faults, error.fault]
-    if node is None or node.content is None:
+    if node is None:
         problem = "nothing but comments" if text.strip() else "the file is empty"
         return None, [Fault(f"{shown}:1", "", problem, "a recipe with `method`, `model` and `dataset`")]
     if not isinstance(node.content, dict):
@@ -197,7 +197,7 @@ def read_value(text: str, origin: Origin) -> tuple[Node, list[Fault]]:
         return builder.leaf(text, origin.where), builder.faults
     try:
         node = read_json(text, origin)
-        return node, list(non_finite(node, ()))
+        return node, list(unusable(node, ()))
     except _DuplicateKey as error:
         raise DocumentError(Fault(origin.where, "", f"{error}", "each key once")) from None
     except (ValueError, RecursionError):
@@ -244,16 +244,30 @@ def from_plain(value: Any, origin: Origin) -> Node:
     return Node(value, origin)
 
 
-def non_finite(node: Node, path: KeyPath) -> Iterator[Fault]:
-    """A fault for every nan or infinity below `node`: no key takes one."""
+def unusable(node: Node, path: KeyPath) -> Iterator[Fault]:
+    """A fault for every scalar below `node` that no key can take: nan, infinity, huge integers, text that is none."""
     if isinstance(node.content, dict):
         for key, item in node.content.items():
-            yield from non_finite(item, (*path, key))
+            yield from unusable(item, (*path, key))
     elif isinstance(node.content, list):
         for index, item in enumerate(node.content):
-            yield from non_finite(item, (*path, index))
-    elif isinstance(node.content, float) and not math.isfinite(node.content):
-        yield Fault(node.origin.where, dotted(path), f"found {describe_value(node.content)}", "a finite number")
+            yield from unusable(item, (*path, index))
+    else:
+        problem = _no_value(node.content)
+        if problem:
+            yield Fault(node.origin.where, dotted(path), *problem)
+
+
+def _no_value(content: object) -> tuple[str, str] | None:
+    if isinstance(content, float) and not math.isfinite(content):
+        return f"found {describe_value(content)}", "a finite number"
+    if isinstance(content, int) and content.bit_length() > 63:
+        return f"found {describe_value(content)}", "a number of sensible size"
+    if isinstance(content, str):
+        bad = next((character for character in content if character == "\0" or "\ud800" <= character <= "\udfff"), None)
+        if bad is not None:
+            return f"found a text with U+{ord(bad):04X}, which is no character", "text"
+    return None
 
 
 def dotted(path: KeyPath) -> str:
@@ -314,10 +328,12 @@ class _Builder:
             self._stop(line, problem, "printable text", "Remove it, or write it as an escape in double quotes.")
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
+            if "end of stream" in (error.problem or "") and error.context_mark:
+                mark = error.context_mark  # what does not end is better shown where it begins
             line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
             self._stop(line, *_syntax(error, text, line, column))
         except (ValueError, OverflowError) as error:  # PyYAML on escapes such as \\U99999999
-            self._stop(self.line, f"not YAML, on this line or soon after: {error}", "YAML")
+            self._stop(self.line, f"not YAML, on this line or soon after: {error}", "")
 
     def _document(self, events: Iterator[yaml.Event]) -> Node | None:
         self.events = events
@@ -376,20 +392,23 @@ class _Builder:
     def _scalar(self, event: yaml.ScalarEvent, line: int) -> Node:
         if event.style is None and event.tag is None:
             return self.leaf(event.value, self.where(line))
-        return Node(event.value, Origin(self.layer, self.where(line)))
+        return self._usable(Node(event.value, Origin(self.layer, self.where(line))))
+
+    def _usable(self, node: Node) -> Node:
+        """The node; null, and a fault, if no key can take its value."""
+        faults = list(unusable(node, tuple(self.path)))
+        self.faults += faults
+        return Node(None, node.origin) if faults else node
 
     def leaf(self, text: str, where: str) -> Node:
         """A plain scalar as a node; a number no recipe can mean is a fault."""
         origin = Origin(self.layer, where)
         try:
-            node = Node(scalar(text), origin)
-        except ValueError:
-            problem = f"a number of {len(text)} digits"
+            return self._usable(Node(scalar(text), origin))
+        except ValueError:  # beyond what Python reads
+            problem = f"found a number of {len(text)} digits"
             self.faults.append(Fault(where, dotted(tuple(self.path)), problem, "a number of sensible size"))
             return Node(None, origin)
-        faults = list(non_finite(node, tuple(self.path)))
-        self.faults += faults
-        return Node(None, origin) if faults else node
 
     def _map(self, line: int) -> Node:
         entries: dict[str, Node] = {}
@@ -470,6 +489,7 @@ def _syntax(error: yaml.MarkedYAMLError, text: str, line: int, column: int) -> t
     source = lines[line - 1] if line <= len(lines) else ""
     if "\t" in (error.problem or "") or "'\\t'" in (error.problem or ""):
         return f"a tab at column {column}", "spaces: YAML takes no tabs here", "Replace the tab with spaces."
-    context = f"{error.context}, " if error.context else ""
+    start = error.context_mark.line + 1 if error.context_mark is not None else line
+    context = f"{error.context}{f' that begins on line {start}' if start != line else ''}, " if error.context else ""
     problem = f"not YAML at column {column}: {context}{error.problem}"
-    return problem, "YAML", f"The line reads: {_short(source.strip())}" if source.strip() else ""
+    return problem, "", f"The line reads: {_short(source.strip())}" if source.strip() else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from blueprints.errors import Fault
-from blueprints.recipe.document import Node, Origin, describe_value, non_finite, read_json
+from blueprints.recipe.document import Node, Origin, describe_value, read_json, unusable
 
 VARIABLE = "LORA_CONFIG"
 WHERE = f"environment {VARIABLE}"
@@ -25,7 +25,7 @@ def read_environment(text: str) -> tuple[Node | None, list[Fault]]:
         return None, [Fault(WHERE, "", f"not JSON: {error}", expected)]
     if not isinstance(node.content, dict):
         return None, [Fault(WHERE, "", f"found {describe_value(node.plain())}", expected)]
-    faults = list(non_finite(node, ("lora",)))
+    faults = list(unusable(node, ("lora",)))
     entries = dict(node.content)
     for name, value in FIXED.items():
         given: Any = entries.pop(name).plain() if name in entries else value

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from blueprints.errors import Fault
 from blueprints.recipe.describe import choices_of, describe_field, field_at, model_of
 from blueprints.recipe.document import KeyPath, Node, Origin, describe_value, dotted, from_plain
-from blueprints.recipe.schema import BLOCK_ORDER, METHODS, Block, Recipe
+from blueprints.recipe.schema import BLOCK_ORDER, METHODS, SHORT_FORMS, Block, Recipe
 
 SYNONYMS = {
     "adam_beta_1": "training.adam_beta1",
@@ -182,10 +182,21 @@ def _wrong(block: type[BaseModel], node: Node, path: KeyPath) -> Fault:
     at = node.at(path)
     value = at.plain() if at is not None else None
     found = field_at(block, path)
-    expected = describe_field(found) if found is not None else "another value"
+    expected = _expected(path, found)
     return Fault(
         _where(node, path), dotted(path), f"found {describe_value(value)}", expected, _hint(found, path, value)
     )
+
+
+def _expected(path: KeyPath, found: FieldInfo | None) -> str:
+    if found is None:
+        return "another value"
+    block = model_of(found.annotation)
+    if block is None:
+        return describe_field(found)
+    short = SHORT_FORMS.get(dotted(path))
+    long = f"a map with keys such as {', '.join(list(block.model_fields)[:3])}"
+    return f"{'a URI' if short == 'uri' else 'a name'}, or {long}" if short else long
 
 
 def _hint(found: FieldInfo | None, path: KeyPath, value: Any) -> str:
@@ -198,11 +209,11 @@ def _hint(found: FieldInfo | None, path: KeyPath, value: Any) -> str:
             return "Remove the quotes."
         if "boolean" in text and value.lower() in ("yes", "no", "on", "off", "true", "false", "y", "n"):
             return f"Write `{'true' if value.lower() in ('yes', 'on', 'true', 'y') else 'false'}`."
+        if text.startswith("a list") and value in (choices_of(found) or [value]):
+            return f"Write `{path[-1]}: [{value}]`."
         close = difflib.get_close_matches(value, choices_of(found), 1, 0.5)
         if close:
             return f"Did you mean `{close[0]}`?"
-        if text.startswith("a list"):
-            return f"Write `{path[-1]}: [{value}]`."
     if isinstance(value, bool) and text.startswith("a map"):
         return f"Write `{path[-1]}: {{}}` for the defaults." if value else f"Write `{path[-1]}: null` to leave it out."
     if isinstance(value, int | float) and not isinstance(value, bool) and "string" in text:

@@ -30,16 +30,28 @@ class FoundRecipe:
 
 def find_recipe(source: str) -> FoundRecipe:
     """The recipe called `source`: a shipped name, else a path."""
+    if not source.strip():
+        return FoundRecipe(None, source, faults=(Fault("RECIPE", "", "the name is empty", _expected()),))
     shipped = shipped_path(source)
     if shipped is not None:
         return FoundRecipe(shipped, shipped.name, source)
+    shown = shown_name(source)
     try:
         if Path(source).exists():
-            return FoundRecipe(Path(source), source)
+            return FoundRecipe(Path(source), shown)
     except (OSError, ValueError):  # a name too long for the system, or with a NUL byte
-        return FoundRecipe(None, source, faults=(Fault(repr(source[:80]), "", "no recipe can have this name"),))
-    expected = f"a shipped recipe ({', '.join(shipped_names())}) or the path of a YAML file"
-    return FoundRecipe(None, source, faults=(Fault(source or "''", "", "no such recipe", expected, _near(source)),))
+        return FoundRecipe(None, shown, faults=(Fault(shown, "", "no file can have this name", _expected()),))
+    return FoundRecipe(None, shown, faults=(Fault(shown, "", "no such recipe", _expected(), _near(source)),))
+
+
+def shown_name(name: str) -> str:
+    """A file's name for messages: short, and without characters a terminal acts on."""
+    shown = name if name.isprintable() else repr(name)
+    return shown if len(shown) <= 200 else shown[:196] + " ..."
+
+
+def _expected() -> str:
+    return f"a shipped recipe ({', '.join(shipped_names())}) or the path of a YAML file"
 
 
 def _near(source: str) -> str:

@@ -12,10 +12,10 @@ from pydantic import BaseModel
 
 from blueprints.errors import Fault, RecipeError
 from blueprints.recipe.describe import map_field
-from blueprints.recipe.document import KeyPath, Node, Origin, dotted, from_plain, non_finite, read_file
+from blueprints.recipe.document import KeyPath, Node, Origin, dotted, from_plain, read_file, unusable
 from blueprints.recipe.environment import VARIABLE, read_environment
 from blueprints.recipe.faults import schema_faults
-from blueprints.recipe.find import find_recipe
+from blueprints.recipe.find import find_recipe, shown_name
 from blueprints.recipe.overrides import read_override
 from blueprints.recipe.rules import rule_faults
 from blueprints.recipe.schema import BLOCK_ORDER, SHORT_FORMS, Recipe, Run
@@ -75,7 +75,7 @@ def load_recipe(
     subject = "python" if source is None else source
     recipe, merged = _checked(layers, faults, broken=broken)
     if faults or recipe is None:
-        raise RecipeError(_in_order(faults), subject=f"recipe {subject}" if source is not None else "recipe")
+        raise RecipeError(_in_order(faults), subject=f"recipe {shown_name(subject)}")
     shipped = find_recipe(source).shipped if source is not None else None
     return LoadedRecipe(recipe.resolve(), subject, shipped, _origins(recipe, merged))
 
@@ -95,8 +95,8 @@ def _read_layers(
     elif base is not None:
         name = f"python {type(base).__name__}" if isinstance(base, Run) else "python"
         node = from_plain(base.as_layer() if isinstance(base, Run) else base, Origin("python", name))
-        layers.append((node, list(non_finite(node, ()))))
-    layers += [read_file(Path(overlay), "overlay", str(overlay)) for overlay in overlays]
+        layers.append((node, list(unusable(node, ()))))
+    layers += [read_file(Path(overlay), "overlay", shown_name(str(overlay))) for overlay in overlays]
     layers += [read_override(text) for text in overrides]
     if environ.get(VARIABLE, "").strip():
         layers.append(read_environment(environ[VARIABLE]))
@@ -127,16 +127,17 @@ def merge(below: Node, above: Node, path: KeyPath = ()) -> Node:
             entries.pop("revision", None)
     for key, node in above.content.items():
         entries[key] = merge(entries[key], node, (*path, key)) if key in entries else node
-    return replace(above, content=entries)
+    return replace(below, content=entries)
 
 
 def _checked(layers: list[Node], faults: list[Fault], *, broken: bool) -> tuple[Recipe | None, Node]:
     """The merged recipe; faults of single layers, of what is missing and of combinations are added to `faults`."""
-    merged = Node({}, Origin("default"))
+    merged = Node({}, layers[0].origin if layers else Origin("default"))
     bad: set[str] = set()
+    known = {(fault.where, fault.key) for fault in faults}
     for layer in layers:
         wrong = schema_faults(layer, partial=True)
-        faults += wrong.values()
+        faults += [fault for fault in wrong.values() if (fault.where, fault.key) not in known]
         bad |= {dotted(path) for path in wrong}
         clean = layer
         for path in wrong:

@@ -50,13 +50,12 @@ class Checked:
         return max(ranks, default=-1)
 
     def fault(self, key: str, problem: str, expected: str = "", hint: str = "") -> Fault:
-        """A fault at the place of `key`, or of the nearest block above it that is there."""
+        """A fault at the place of `key`, or of its block, or of the method."""
         path = _path(key)
-        for length in range(len(path), -1, -1):
-            node = self.merged.at(path[:length])
-            if node is not None and node.origin.where:
-                return Fault(node.origin.where, key, problem, expected, hint)
-        where = next((group[0].origin.where for group in self.layers if group), "recipe")
+        places = [self.merged.at(path[:length]) for length in range(len(path), 0, -1)]
+        # What is asked for by the method alone is shown where the method is set.
+        places += [self.merged.at(("method",)), self.merged]
+        where = next((node.origin.where for node in places if node is not None and node.origin.where), "recipe")
         return Fault(where, key, problem, expected, hint)
 
 

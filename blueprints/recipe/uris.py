@@ -148,7 +148,7 @@ def _hub(rest: str) -> UriFault | None:
 
 
 def _unsupported(scheme: str, uri: str) -> UriFault:
-    supported = ", ".join(f"{name}://" for name in SCHEMES)
+    supported = "one of the supported schemes: " + ", ".join(f"{name}://" for name in SCHEMES)
     hint = ""
     try:
         address = urlsplit(uri)
@@ -165,4 +165,4 @@ def _unsupported(scheme: str, uri: str) -> UriFault:
             hint = f"Did you mean `{near[0]}://`?"
         elif scheme in LATER:
             hint = "Copy the source to a local path and name it as file:///path."
-    return UriFault(f"`{scheme}://` is not supported in this version, found {uri!r}", f"supported: {supported}", hint)
+    return UriFault(f"`{scheme}://` is not supported in this version, found {uri!r}", supported, hint)
