@@ -77,10 +77,19 @@ def _quiet_libraries() -> None:
 
 def run(func: Callable[[], int]) -> None:
     """Run a step as the whole of this process."""
+    from blueprints.errors import ExitCode
     from blueprints.termination import run_main
 
     _quiet_libraries()
-    run_main(func)
+    try:
+        run_main(func)
+    except SystemExit as stop:
+        if stop.code == ExitCode.TERMINATED:
+            # Threads of a download would hold up a normal exit until the grace period is over.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(ExitCode.TERMINATED)
+        raise
 
 
 if __name__ == "__main__":

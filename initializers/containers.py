@@ -44,8 +44,8 @@ CONTAINERS = {
 }
 NOT_ROWS = frozenset(
     {
-        "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "_manifest.json", "croissant.json",
-        "package.json", "config.json", "metadata.json", "readme.json",
+        "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "_manifest.json",
+        "croissant.json", "package.json", "config.json", "metadata.json", "readme.json",
     }
 )  # fmt: skip
 """Names of files that describe a data set and hold no rows."""
@@ -92,7 +92,7 @@ def recognise(path: Path, relative: str) -> Container:
     kind, _ = _by_name(relative.lower())
     with path.open("rb") as file:
         compression = _compression(file.read(8))
-    with ExitStack() as stack, _unreadable(relative):
+    with ExitStack() as stack, _Unreadable(relative):
         head = _open(stack, path, compression).read(4096)
     return Container(_sniff(head, kind, relative, path, compression), compression)
 
@@ -109,7 +109,7 @@ def read_rows(path: Path, relative: str, container: Container | None = None) -> 
         DataError: the file as a whole cannot be read (truncated archive, broken Parquet).
     """
     container = container or recognise(path, relative)
-    with ExitStack() as stack, _unreadable(relative):
+    with ExitStack() as stack, _Unreadable(relative):
         yield from READERS[container.kind](stack, path, relative, container.compression)
 
 
@@ -160,7 +160,7 @@ def _sniff(head: bytes, named: str | None, relative: str, path: Path, compressio
 
 def _line_is_json(path: Path, compression: str | None, relative: str) -> bool:
     """Whether the first line is a whole JSON value that is not a document of the `{"data": [...]}` kind."""
-    with ExitStack() as stack, _unreadable(relative):
+    with ExitStack() as stack, _Unreadable(relative):
         file = _open(stack, path, compression)
         line = b""
         while not line.strip().removeprefix(codecs.BOM_UTF8):
@@ -175,14 +175,16 @@ def _line_is_json(path: Path, compression: str | None, relative: str) -> bool:
     return more or not (isinstance(value, dict) and isinstance(value.get("data"), list))
 
 
-class _unreadable(ExitStack):
+class _Unreadable:
     """Translates what decompressors and Arrow raise into one error that names the file."""
 
     def __init__(self, relative: str) -> None:
-        super().__init__()
         self.relative = relative
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         import pyarrow as pa
 
         broken = (EOFError, gzip.BadGzipFile, lzma.LZMAError, pa.ArrowException)
@@ -193,12 +195,11 @@ class _unreadable(ExitStack):
                 where=self.relative,
                 todo="it may be truncated or damaged: fetch or write it again",
             ) from None
-        return False
 
 
 def _open(stack: ExitStack, path: Path, compression: str | None) -> IO[bytes]:
     if compression == "gzip":
-        return stack.enter_context(io.BufferedReader(gzip.open(path), _CHUNK))  # type: ignore[arg-type]  # a raw reader
+        return stack.enter_context(io.BufferedReader(gzip.open(path), _CHUNK))
     if compression == "bz2":
         return stack.enter_context(bz2.open(path))
     if compression == "xz":
@@ -491,7 +492,7 @@ def _seekable(stack: ExitStack, path: Path, compression: str | None) -> IO[bytes
     """A file that can be read at any position; a compressed one is unpacked to disk, not to memory."""
     if compression is None:
         return stack.enter_context(path.open("rb"))
-    plain = stack.enter_context(tempfile.TemporaryFile())
+    plain = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - closed by the stack
     with ExitStack() as inner:
         file = _open(inner, path, compression)
         while chunk := file.read(_CHUNK):

@@ -289,9 +289,7 @@ def _say_result(reports: Mapping[str, Any], tokenizer: ChatTokenizer, seconds: f
             "per answer"
         )
     if notes.merged_boundaries:
-        say(
-            f"note: {notes.merged_boundaries:,} answers share their first token with the prompt; that token carries loss"
-        )
+        say(f"note: {notes.merged_boundaries:,} answers share their first token with the prompt; it carries loss")
     if notes.extended:
         say(f"note: the template's marks leave out the end token of {notes.extended:,} answers; it carries loss too")
     if notes.unended:
@@ -299,20 +297,22 @@ def _say_result(reports: Mapping[str, Any], tokenizer: ChatTokenizer, seconds: f
     say(f"prepared in {seconds:.1f} s")
 
 
-def raise_faults(preparer: Preparer, settings: Settings) -> None:
-    """Write the list of faults beside `dataset/` and stop, if there are any.
+def raise_faults(preparer: Preparer, settings: Settings, *, keep: bool = True) -> None:
+    """Stop if there are faults; `keep` writes their list beside `dataset/` first.
 
     Raises:
         RowsError: with the faults.
     """
-    faults = preparer.faults
-    path = settings.workspace / FAULTS_FILE
+    faults, uri = preparer.faults, settings.request.uri
     if not faults.total:
         return
-    write_faults(path, settings.request.uri, faults.listed, faults.total, preparer.checked)
-    more = f", the first {len(faults.listed)} listed here (dataset.max_faults)"
-    subject = f"data set {settings.request.uri}: {faults.total} in {preparer.checked} rows"
-    raise RowsError(faults.listed, subject=subject + (more if faults.total > len(faults.listed) else ""))
+    if keep:
+        path = settings.workspace / FAULTS_FILE
+        write_faults(path, uri, faults.listed, faults.total, preparer.checked)
+        say(f"the faults as JSON: {path}")
+    more = faults.total - len(faults.listed)
+    beyond = f"; {more:,} more faults beyond dataset.max_faults={faults.limit} are not listed" if more else ""
+    raise RowsError(faults.listed, subject=f"data set {uri} ({preparer.checked:,} rows checked{beyond})")
 
 
 def write_faults(path: Path, uri: str, faults: list[Fault], total: int, rows: int) -> None:
@@ -359,7 +359,7 @@ def run_validate(settings: Settings, progress: Progress) -> int:
             name: preparer.split(name, rows(), None)
             for name, rows in split_rows(plan, recipe, held_out(plan, recipe)).items()
         }
-        raise_faults(preparer, settings)
+        raise_faults(preparer, settings, keep=False)
     _say_valid(settings.request.uri, plan, reports, tokenizer)
     progress.update("done", message="data set is valid")
     return 0

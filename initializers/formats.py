@@ -356,7 +356,7 @@ def _any_message(item: Any, path: str, report: Reporter) -> Message | None:
 def _read_prompt_completion(row: Mapping[str, Any], report: Reporter) -> Example | None:
     prompt, completion = _json_list(row.get("prompt")), _json_list(row.get("completion"))
     if isinstance(prompt, list) or isinstance(completion, list):
-        return _read_message_lists(row | {"prompt": prompt, "completion": completion}, report)
+        return _read_message_lists(dict(row) | {"prompt": prompt, "completion": completion}, report)
     first, second = report.text(row, "prompt"), report.text(row, "completion")
     return None if first is None or second is None else Pair(first, second)
 
@@ -409,20 +409,13 @@ class Format:
         name: as `dataset.format` spells it.
         required: columns that tell it.
         optional: columns it reads too.
-        read: the checking reader.
+            read: the checking reader; None for a format that is only recognised.
     """
 
     name: str
     required: tuple[str, ...]
     optional: tuple[str, ...]
-    read: Callable[[Mapping[str, Any], Reporter], Example | None]
-
-
-def _later(name: str) -> Callable[[Mapping[str, Any], Reporter], Example | None]:
-    def read(row: Mapping[str, Any], report: Reporter) -> Example | None:
-        raise UsageError(f"no method takes rows of the format {name} yet", where="dataset.format")
-
-    return read
+    read: Callable[[Mapping[str, Any], Reporter], Example | None] | None
 
 
 FORMATS: dict[str, Format] = {
@@ -433,8 +426,8 @@ FORMATS: dict[str, Format] = {
         Format("prompt_completion", ("prompt", "completion"), ("tools",), _read_prompt_completion),
         Format("alpaca", ("instruction", "output"), ("input", "system"), _read_alpaca),
         Format("text", ("text",), (), _read_text),
-        Format("preference", ("chosen", "rejected"), ("prompt",), _later("preference")),
-        Format("prompt", ("prompt",), (), _later("prompt")),
+        Format("preference", ("chosen", "rejected"), ("prompt",), None),
+        Format("prompt", ("prompt",), (), None),
     )
 }
 

@@ -12,10 +12,11 @@ from blueprints.errors import DataError
 from blueprints.progress import Progress
 from initializers.dataset import fetch, fetch_fingerprint, say
 from initializers.settings import Settings
+from initializers.sources.hub import PICKLES
 from initializers.workspace import Area
 
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_SETTINGS = "training_args.bin"  # Transformers' own, no weights
 _HEADER_LIMIT = 100_000_000
 _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "I16": 16, "U16": 16, "F16": 16,
@@ -120,8 +121,8 @@ def _no_safetensors(root: Path) -> list[Path]:
     raise DataError(
         "the model has no weights in safetensors format",
         where="model",
-        todo="use a model with *.safetensors files; pickles (*.bin, *.pt) can run code when they are loaded and are only "
-        "fetched with model.ignore_patterns=[]",
+        todo="use a model with *.safetensors files; pickles (*.bin, *.pt) can run code when they are loaded and are "
+        "only fetched with model.ignore_patterns=[]",
     )
 
 
@@ -164,11 +165,11 @@ def read_header(path: Path) -> dict[str, Mapping[str, Any]]:
 
 def _offsets(item: Any, broken: Any) -> tuple[int, int]:
     offsets = item.get("data_offsets") if isinstance(item, dict) else None
-    whole = isinstance(offsets, list) and len(offsets) == 2 and all(isinstance(value, int) for value in offsets)
     shaped = isinstance(item, dict) and isinstance(item.get("shape"), list)
-    if not whole or not shaped:
-        raise broken("its header has a tensor without offsets or shape")
-    return offsets[0], offsets[1]
+    match offsets:
+        case [int(first), int(last)] if shaped:
+            return first, last
+    raise broken("its header has a tensor without offsets or shape")
 
 
 def _size(shape: list[int]) -> int:

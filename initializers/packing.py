@@ -9,8 +9,8 @@ from collections.abc import Sequence
 def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Bins of at most `capacity` tokens that hold every document once and whole.
 
-    Longest documents first, each into the bin that it fills best (Johnson 1974, "best fit decreasing"). Equal inputs give
-    equal bins; documents inside a bin, and bins among themselves, keep the order of their first document.
+    Longest documents first, each into the bin that it fills best (Johnson 1974, "best fit decreasing"). Equal inputs
+    give equal bins; documents inside a bin, and bins among themselves, keep the order of their first document.
 
     Args:
         lengths: tokens of each document, all between 1 and `capacity`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from blueprints.errors import DataError, Fault, UsageError
 from blueprints.recipe.schema import DatasetConfig, Recipe
+from initializers.cards import card_splits
 from initializers.containers import Row, read_rows, recognise
 from initializers.formats import Example, Format, Reporter, detect, rename, shown, type_name
 from initializers.shards import ShardWriter
@@ -61,7 +62,7 @@ class SplitReport:
 
     def as_dict(self) -> dict[str, Any]:
         """As the manifest holds it."""
-        return {name: value for name, value in vars(self).items()}
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,10 @@ def make_plan(files: Mapping[str, Path], recipe: Recipe, *, single: bool) -> Pla
     """
     config = recipe.dataset
     size = _test_size(config)
-    train, held_out, notes = choose(data_files(files, single=single), config, single=single)
+    usable, from_card = data_files(files, single=single), None
+    if not single and "README.md" in files:
+        from_card = card_splits(files["README.md"], usable)
+    train, held_out, notes = choose(usable, config, single=single, card=from_card)
     containers = sorted({str(recognise(path, name)) for name, path in (train | held_out).items()})
     first = [item for item in itertools.islice(read_all(train), DETECT_ROWS) if isinstance(item, Row)]
     values = [row.value for row in first]
@@ -267,10 +271,16 @@ class Preparer:
         format: the rows' format.
         tokenizer: the model's; None: rows are only checked.
         on_rows: called with the split and the number of rows done.
+
+    Raises:
+        UsageError: the format cannot be prepared.
     """
 
     def __init__(self, recipe: Recipe, format: Format, tokenizer: ChatTokenizer | None, on_rows: OnRows) -> None:
         self.recipe, self.format, self.tokenizer, self.on_rows = recipe, format, tokenizer, on_rows
+        if format.read is None:
+            raise UsageError(f"rows of the format {format.name} cannot be prepared", where="dataset.format")
+        self._read = format.read
         self.faults = Faults(recipe.dataset.max_faults)
         self.max_length = recipe.training.max_length
         self.checked = 0
@@ -307,7 +317,7 @@ class Preparer:
                 report("", f"{shown(item.value)} is {type_name(item.value)}", "an object with named columns")
                 example = None
             else:
-                example = self.format.read(rename(item.value, self.recipe.dataset.columns), report)
+                example = self._read(rename(item.value, self.recipe.dataset.columns), report)
             if report.faults or example is None:
                 self.faults.add(report.faults)
             else:

@@ -47,8 +47,8 @@ class _Hashing:
 class ShardWriter:
     """Writes sequences into `shard-NNNNN.arrow` files of about 64 MB.
 
-    Columns: `input_ids` list<int32>, `completion_mask` list<int8> (1: the token carries loss) and, packed, `seq_lengths`
-    list<int32> (tokens of each document of the sequence).
+    Columns: `input_ids` list<int32>, `completion_mask` list<int8> (1: the token carries loss) and, packed,
+    `seq_lengths` list<int32> (tokens of each document of the sequence).
 
     Args:
         directory: created; must not exist.

@@ -64,22 +64,25 @@ def split_of(relative: str) -> str | None:
     return None
 
 
-def choose(files: Files, config: DatasetConfig, *, single: bool) -> tuple[dict[str, Path], dict[str, Path], list[str]]:
+def choose(
+    files: Files, config: DatasetConfig, *, single: bool, card: Mapping[str, dict[str, Path]] | None = None
+) -> tuple[dict[str, Path], dict[str, Path], list[str]]:
     """The files of the training split, those of the held-out split (maybe none), and what to say about it.
 
     Args:
         files: the files that hold rows.
         config: the recipe's data set.
         single: the source is one file that the user named: it is the training split whatever its name.
+        card: the splits as the source's own README states them; they go before names.
 
     Raises:
         UsageError: a split that the recipe asks for is not there; the message lists those that are.
     """
     if single and config.eval_split is None:
         return dict(files), {}, []
-    named: dict[str, dict[str, Path]] = {}
+    named: dict[str, dict[str, Path]] = dict(card or {})
     unnamed: dict[str, Path] = {}
-    for relative, path in files.items():
+    for relative, path in files.items() if card is None else ():
         split = split_of(relative)
         (unnamed if split is None else named.setdefault(split, {}))[relative] = path
     train = _find(config.split, named, files)
@@ -87,7 +90,8 @@ def choose(files: Files, config: DatasetConfig, *, single: bool) -> tuple[dict[s
         train = unnamed  # orders.jsonl beside test.jsonl
     if train is None:
         raise _no_split("dataset.split", config.split, named, files)
-    return train, _held_out(config, named, files), _unused(files, train)
+    notes = ["splits: as README.md states them"] if card is not None else _unused(files, train)
+    return train, _held_out(config, named, files), notes
 
 
 def _held_out(config: DatasetConfig, named: Mapping[str, dict[str, Path]], files: Files) -> dict[str, Path]:

@@ -1,8 +1,9 @@
 """The model's tokenizer and chat template: rows become text, text becomes tokens, and each token knows its loss.
 
-The mask is exact or the row is refused. Where the template marks the assistant's words (`{% generation %}`) its marks are
-used. Elsewhere an answer is what the full text has beyond the prompt that inference would see: the template is rendered
-up to the question with the generation prompt, and again with the answer, and the one must begin with the other.
+The mask is exact or the row is refused. Where the template marks the assistant's words (`{% generation %}`) its marks
+are used. Elsewhere an answer is what the full text has beyond the prompt that inference would see: the template is
+rendered up to the question with the generation prompt, and again with the answer, and the one must begin with the
+other.
 """
 
 from __future__ import annotations
@@ -178,18 +179,20 @@ class ChatTokenizer:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = self.tokenizer.get_chat_template(tools=tools)
+        variables: dict[str, Any] = dict(self.tokenizer.special_tokens_map)
         try:
-            texts, spans = render_jinja_template(
+            result: Any = render_jinja_template(
                 conversations=[list(messages)],
                 tools=tools,
                 chat_template=template,
                 return_assistant_tokens_mask=marks,
                 add_generation_prompt=prompt,
-                **self.tokenizer.special_tokens_map,
+                **variables,
             )
         except _TEMPLATE_ERRORS as error:
             problem = f"the chat template does not take it: {str(error).splitlines()[0] if str(error) else error!r}"
             raise Refused(problem, "change the row, or give another template by model.chat_template") from None
+        texts, spans = result
         return texts[0], (spans[0] if marks else [])
 
     def _chat(self, chat: Chat) -> list[Rendered]:
@@ -329,9 +332,8 @@ class ChatTokenizer:
             chat = example if isinstance(example, Chat) else _as_chat(example)
             messages = [{key: value for key, value in item.items() if key != "weight"} for item in chat.messages]
             if rendered.text == self.template_text(messages, chat.tools):
-                theirs = self.tokenizer.apply_chat_template(
-                    messages, tools=chat.tools, tokenize=True, return_dict=False
-                )
+                tools: Any = chat.tools
+                theirs = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=False)
                 if ids != theirs:
                     raise DataError("the tokens differ from those of apply_chat_template", where="chat template")
             if self._double_start(ids):

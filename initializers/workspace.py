@@ -165,7 +165,8 @@ class Area:
         try:
             yield temporary
         finally:
-            remove(temporary)
+            # What a download thread still writes may stay behind; the next start removes it.
+            shutil.rmtree(temporary, ignore_errors=True)
 
     def publish(self, temporary: Path, manifest: Mapping[str, Any]) -> None:
         """Write the manifest, flush everything to disk and swap `temporary` in. The old directory goes last."""

@@ -10,6 +10,7 @@ from blueprints.errors import UsageError
 from initializers.settings import Request
 from initializers.sources.builtin import BuiltinSource
 from initializers.sources.file import FileSource
+from initializers.sources.hub import HubSource
 from initializers.sources.types import Resolved
 
 __all__ = ["SOURCES", "Resolved", "Source", "source_for"]
@@ -31,6 +32,7 @@ class Source(Protocol):
 SOURCES: dict[str, Source] = {
     "builtin": BuiltinSource(),
     "file": FileSource(),
+    "hf": HubSource(),
 }
 
 

@@ -100,8 +100,9 @@ def _matches(pattern: str) -> dict[str, Path]:
     parts = Path(pattern).parts
     fixed = Path(*parts[: next(index for index, part in enumerate(parts) if glob.has_magic(part))])
     found: dict[str, Path] = {}
-    for name in sorted(glob.glob(pattern, recursive=True)):
-        path = Path(name)
+    inner = str(Path(pattern).relative_to(fixed))
+    for name in sorted(glob.glob(inner, root_dir=fixed, recursive=True)):  # noqa: PTH207 - Path.glob skips ** links
+        path = fixed / name
         if path.is_dir():
             found |= {f"{path.relative_to(fixed).as_posix()}/{inner}": file for inner, file in _walk(path)}
         elif path.exists():
