@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from blueprints.errors import Fault
 from blueprints.recipe.describe import choices_of, describe_field, field_at, model_of
-from blueprints.recipe.document import KeyPath, Node, Origin, describe_value, dotted, from_plain
+from blueprints.recipe.document import KeyPath, Node, Origin, describe_value, dotted, from_plain, scalar
 from blueprints.recipe.schema import BLOCK_ORDER, METHODS, SHORT_FORMS, Block, Recipe
 
 SYNONYMS = {
@@ -179,13 +179,10 @@ def _missing(block: type[BaseModel], node: Node, path: KeyPath) -> Fault:
 
 
 def _wrong(block: type[BaseModel], node: Node, path: KeyPath) -> Fault:
-    at = node.at(path)
+    at, found, where = node.at(path), field_at(block, path), _where(node, path)
     value = at.plain() if at is not None else None
-    found = field_at(block, path)
-    expected = _expected(path, found)
-    return Fault(
-        _where(node, path), dotted(path), f"found {describe_value(value)}", expected, _hint(found, path, value)
-    )
+    problem, hint = f"found {describe_value(value)}", _hint(found, path, value, where)
+    return Fault(where, dotted(path), problem, _expected(path, found), hint)
 
 
 def _expected(path: KeyPath, found: FieldInfo | None) -> str:
@@ -199,7 +196,7 @@ def _expected(path: KeyPath, found: FieldInfo | None) -> str:
     return f"{'a URI' if short == 'uri' else 'a name'}, or {long}" if short else long
 
 
-def _hint(found: FieldInfo | None, path: KeyPath, value: Any) -> str:
+def _hint(found: FieldInfo | None, path: KeyPath, value: Any, where: str) -> str:
     """A next action for values people often get slightly wrong."""
     if found is None:
         return ""
@@ -217,16 +214,18 @@ def _hint(found: FieldInfo | None, path: KeyPath, value: Any) -> str:
     if isinstance(value, bool) and text.startswith("a map"):
         return f"Write `{path[-1]}: {{}}` for the defaults." if value else f"Write `{path[-1]}: null` to leave it out."
     if isinstance(value, int | float) and not isinstance(value, bool) and "string" in text:
+        if where.startswith("override"):
+            return f"For a text, quote twice, once for the shell: '{dotted(path)}=\"{value}\"'."
         return f'Put it into quotes: "{value}".'
     return ""
 
 
 def _is_number(text: str) -> bool:
     try:
-        float(text)
+        value = scalar(text)
     except ValueError:
         return False
-    return True
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _unknown(block: type[BaseModel], node: Node, path: KeyPath) -> Fault:
