@@ -32,8 +32,8 @@ from blueprints.backends.state import (
     storage_faults,
 )
 from blueprints.backends.supervisor import ALREADY_OWNED, fresh_steps
-from blueprints.errors import EnvironmentFault, ManifestError, UsageError
-from blueprints.manifests import name_fault, require_valid
+from blueprints.errors import EnvironmentFault, UsageError
+from blueprints.manifests import require_valid
 from blueprints.resolve import ResolvedJob, resolve
 from blueprints.runtimes import Manifest
 from blueprints.trainjob import RECIPE_HASH, to_yaml
@@ -96,14 +96,14 @@ class LocalBackend:
         if directory.is_owned():
             raise UsageError(
                 f"a job named {status.name!r} is running",
-                where="--name",
+                where="name",
                 todo=f"follow it with `blueprints logs {status.name} --follow`, or choose another name",
             )
         stored = yaml.safe_load((directory.path / "trainjob.yaml").read_text(encoding="utf-8"))
         if not _same_run(stored, job):
             raise UsageError(
                 f"a job named {status.name!r} with another recipe exists",
-                where="--name",
+                where="name",
                 todo=f"choose another name, or remove that job with `blueprints delete {status.name}`",
             )
         return ALREADY_COMPLETE if status.state == COMPLETE else RESUMED
@@ -150,7 +150,7 @@ class LocalBackend:
                 check=False,
             ).returncode
         if code == ALREADY_OWNED:
-            raise UsageError(f"a job named {directory.name!r} is running", where="--name", todo="choose another name")
+            raise UsageError(f"a job named {directory.name!r} is running", where="name", todo="choose another name")
         if code:
             said = directory.supervisor_log.read_bytes()[start:].decode(errors="replace").strip()
             raise EnvironmentFault(
@@ -279,16 +279,6 @@ def require_libraries(job: ResolvedJob) -> None:
             where=sys.executable,
             todo="pip install 'llm-blueprints[all]'",
         )
-
-
-def check_name(name: str, runtime: Manifest, num_nodes: int = 1) -> None:
-    """Refuse a job name that a cluster would refuse.
-
-    Raises:
-        ManifestError: with the rule.
-    """
-    if fault := name_fault(name, runtime, num_nodes):
-        raise ManifestError([fault], subject="--name")
 
 
 def _same_run(stored: Manifest, job: Manifest) -> bool:

@@ -70,7 +70,11 @@ def _measures(metrics: Mapping[str, Any]) -> list[str]:
 def _proofs(proofs: Mapping[str, Any]) -> list[str]:
     lines = []
     for name, found in proofs.items():
-        if not isinstance(found, dict) or "passed" not in found:
+        if not isinstance(found, dict):
+            continue
+        if "passed" not in found:
+            rows = f": {len(found['rows'])} rows shown in the log" if isinstance(found.get("rows"), list) else ""
+            lines.append(f"{'proof':<13}{name} passed{rows}")
             continue
         verdict = "passed" if found["passed"] else "FAILED"
         details = ""
@@ -82,7 +86,10 @@ def _proofs(proofs: Mapping[str, Any]) -> list[str]:
 
 def print_failure(status: JobStatus, directory: JobDirectory) -> None:
     """Why a job failed, on standard error: the step's own words, else the end of its log."""
-    lines = [f"error: job {status.name} failed: {status.message or status.reason}"]
+    if status.reason == "Stopped":
+        lines = [f"job {status.name} was {status.message}"]
+    else:
+        lines = [f"error: job {status.name} failed: {status.message or status.reason}"]
     step = next((step for step in status.steps if step.name == status.failed_step), None)
     cause = (step.failure if step else None) or {}
     if cause.get("where"):
