@@ -135,6 +135,15 @@ def test_tokenizer_round_trips_any_text(tokenizer: Any, text: str) -> None:
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
+def test_tokenizer_is_the_one_its_script_trains(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from trainers.builtin_model import SEED, WORDS, read_world, train_tokenizer
+
+    train_tokenizer(read_world(WORDS), SEED).save_pretrained(tmp_path)
+    for made in tmp_path.iterdir():
+        assert made.read_bytes() == (model_path("tiny-llama") / made.name).read_bytes()
+
+
 def test_special_tokens_are_distinct(tokenizer: Any) -> None:
     assert tokenizer.eos_token == "<|im_end|>"
     assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)

@@ -582,13 +582,12 @@ def task_accuracy(
     return accuracy
 
 
-def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Write the folder: bfloat16 weights, which a configuration of float32 loads as float32."""
+def save(model: LlamaForCausalLM, out: Path) -> None:
+    """Write the model: bfloat16 weights, which a configuration of float32 loads as float32."""
     model.to(torch.bfloat16).save_pretrained(out)
     config = json.loads((out / "config.json").read_text())
     config["dtype"] = "float32"
     (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    tokenizer.save_pretrained(out)
 
 
 def build(out: Path, steps: int = STEPS, seed: int = SEED, words: Path = WORDS) -> None:
@@ -598,12 +597,13 @@ def build(out: Path, steps: int = STEPS, seed: int = SEED, words: Path = WORDS) 
     torch.manual_seed(seed)
     world = read_world(words)
     tokenizer = train_tokenizer(world, seed)
+    tokenizer.save_pretrained(out)  # before its use: the last call's padding would be saved with it
     model = build_model(tokenizer)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens", flush=True)
     pretrain(model, token_stream(world, tokenizer, Random(seed + 1)), steps)
     for task, share in task_accuracy(model, tokenizer, world, seed + 2).items():
         print(f"  {task:20} {share:.0%}")
-    save(model, tokenizer, out)
+    save(model, out)
 
 
 def main(argv: list[str] | None = None) -> None:
