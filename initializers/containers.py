@@ -301,7 +301,7 @@ def _read_jsonl(stack: ExitStack, path: Path, relative: str, compression: str | 
     for number, text in _lines(_open(stack, path, compression), relative):
         if isinstance(text, Fault):
             yield text
-        elif not text.isspace():
+        elif text.strip():
             yield _parse(text.rstrip("\r\n"), f"{relative}:{number}")
 
 

@@ -8,6 +8,7 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -215,7 +216,7 @@ def _prepare(
         "packing": options["packing"],
         "completion_only_loss": options["completion_only_loss"],
         "splits": {name: report.as_dict() for name, report in reports.items()},
-        "notes": _notes(tokenizer),
+        "notes": asdict(tokenizer.notes),
         "tokenizer_sha256": tokenizer.files_sha256,
         "chat_template_sha256": None if template is None else hashlib.sha256(template.encode()).hexdigest(),
         "vocab_size": len(tokenizer.tokenizer),
@@ -224,16 +225,6 @@ def _prepare(
         "rows": {name: report.rows for name, report in reports.items()},
         "schema": dict(plan.schema),
         "prepared": prepared,
-    }
-
-
-def _notes(tokenizer: ChatTokenizer) -> dict[str, int]:
-    notes = tokenizer.notes
-    return {
-        "unrolled": notes.unrolled,
-        "merged_boundaries": notes.merged_boundaries,
-        "unended": notes.unended,
-        "extended": notes.extended,
     }
 
 
@@ -290,6 +281,10 @@ def _say_result(reports: Mapping[str, Any], tokenizer: ChatTokenizer, seconds: f
         )
     if notes.merged_boundaries:
         say(f"note: {notes.merged_boundaries:,} answers share their first token with the prompt; it carries loss")
+    if notes.retokenised_prompts > notes.merged_boundaries:
+        say(
+            f"note: {notes.retokenised_prompts:,} of the first prompts have other tokens alone than before their answer"
+        )
     if notes.extended:
         say(f"note: the template's marks leave out the end token of {notes.extended:,} answers; it carries loss too")
     if notes.unended:

@@ -90,6 +90,8 @@ class Notes:
     """Conversations split into one sequence per answer, as the template rewrites earlier turns."""
     merged_boundaries: int = 0
     """Answers whose first token begins in the prompt."""
+    retokenised_prompts: int = 0
+    """Of the proved rows: answers whose prompt, alone as at inference, has other tokens than in training."""
     unended: int = 0
     """Sequences whose last trained token is not one that ends generation."""
     extended: int = 0
@@ -342,10 +344,14 @@ class ChatTokenizer:
                     where="chat template",
                     todo="remove bos_token from the template",
                 )
-        else:
-            ids = ids[len(self.prefix) if rendered.text[:1] and ids[: len(self.prefix)] == self.prefix else 0 :]
-            ids = ids[:-1] if not rendered.text.endswith(str(self.tokenizer.eos_token)) else ids
-        self._round_trip(rendered.text, ids)
+        bare = self.backend.encode(rendered.text, add_special_tokens=False).ids
+        offset = next((at for at in range(len(self.prefix) + 1) if ids[at : at + len(bare)] == bare), None)
+        if offset is None:
+            raise DataError("the tokens differ from one encoding to the next", where="tokenizer")
+        for start, _ in () if rendered.whole else rendered.spans:
+            prompt = self.backend.encode(rendered.text[:start], add_special_tokens=False).ids
+            self.notes.retokenised_prompts += bare[: len(prompt)] != prompt
+        self._round_trip(rendered.text, bare)
 
     def _double_start(self, ids: Sequence[int]) -> bool:
         bos = self.tokenizer.bos_token_id

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from urllib.parse import unquote, urlsplit
 
 LFS = (".safetensors", ".bin", ".parquet", ".gz", ".arrow")
-_API = re.compile(r"^/api/(models|datasets)/(.+?)/(revision|tree)/([^/]+)/?(.*)$")
+_API = re.compile(r"^/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+)/?(.*))?$")
 _FILE = re.compile(r"^/(datasets/)?(.+?)/resolve/([^/]+)/(.+)$")
 
 
@@ -76,7 +76,8 @@ class Handler(BaseHTTPRequestHandler):
         self.requests.append(f"{self.command} {path}")
         api, file = _API.match(path), _FILE.match(path)
         if api:
-            kind, name, what, revision, folder = api.groups()
+            kind, name, what, revision, folder = (part or "" for part in api.groups())
+            what, revision = what or "revision", revision or "main"
         elif file:
             kind, name, revision = "datasets" if file[1] else "models", file[2], file[3]
         else:

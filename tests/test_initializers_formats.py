@@ -136,7 +136,8 @@ def test_pairs_and_instructions_work_without_a_template(tmp_path: Path) -> None:
     alpaca = {"instruction": "Add", "input": "1 1", "output": "2"}
     prepare(tmp_path, write_jsonl(tmp_path / "b.jsonl", [alpaca]), template=None, bos=True)
     ((text, trained),) = texts(tmp_path / "work")
-    assert text.startswith("<s>Below is an instruction") and "### Input:\n1 1\n\n### Response:\n2" in text
+    assert text.startswith("<s>Below is an instruction")
+    assert "### Input:\n1 1\n\n### Response:\n2" in text
     assert trained == "2<|im_end|>"
 
 
@@ -144,8 +145,10 @@ def test_conversations_need_a_template(tmp_path: Path) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", [CHAT])
     with pytest.raises(DataError, match=r"model\.chat_template"):
         prepare(tmp_path, rows, template=None)
-    recipe = "model: {uri: file:///model, chat_template: \"{% for m in messages %}{{ m.role + ':' + m.content + '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}\"}"
-    path = recipe_file(tmp_path, "")
+    turns = "{% for m in messages %}{{ m.role + ':' + m.content + '<|im_end|>' }}{% endfor %}"
+    template = turns + "{% if add_generation_prompt %}assistant:{% endif %}"
+    recipe = f'model: {{uri: "file:///model", chat_template: "{template}"}}'
+    path = recipe_file(tmp_path)
     path.write_text(path.read_text().replace('model: {uri: "file:///model"}', recipe))
     step("dataset", environment(tmp_path / "work", rows, recipe=path))
     assert texts(tmp_path / "work") == [(f"user:{QUESTION}<|im_end|>assistant:{ANSWER}<|im_end|>", TRAINED)]
@@ -269,7 +272,9 @@ def test_test_size_holds_out_an_exact_share(tmp_path: Path, size: str, held: int
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "p", "completion": str(n)} for n in range(100)])
     work = _prepare_with(tmp_path, rows, f"dataset.test_size={size}")
     train, out = {answer for _, answer in texts(work)}, {answer for _, answer in texts(work, "eval")}
-    assert len(out) == held and len(train) == 100 - held and not train & out
+    assert len(out) == held
+    assert len(train) == 100 - held
+    assert not train & out
     assert ("eval" in manifest(work)["prepared"]["splits"]) == bool(held)
     if size == "0.1":
         _prepare_with(tmp_path, rows, "dataset.test_size=0.1", "training.data_seed=7")

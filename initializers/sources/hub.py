@@ -58,7 +58,7 @@ def parse(request: Request) -> HubName:
         folder = "/".join(part for part in (folder, tail) if part)
     repo = "/".join(segments[:2])
     form = "hf://org/name, hf://org/name@revision" + (", hf://org/name/folder" if request.kind == "dataset" else "")
-    if not all(segments[:2]) or (at and not revision) or (folder and request.kind == "model"):
+    if len(segments) < 2 or not all(segments[:2]) or (at and not revision) or (folder and request.kind == "model"):
         raise UsageError(f"{request.uri!r} names no repository", where="STORAGE_URI", todo=f"write {form}")
     if revision and request.revision and revision != request.revision:
         raise UsageError(
@@ -111,7 +111,7 @@ def _list(request: Request, name: HubName) -> tuple[str, list[RepoFile]]:
     from huggingface_hub.hf_api import RepoFile
 
     api = HfApi(endpoint=request.endpoint, token=request.token)
-    info = api.repo_info(name.repo, revision=name.revision, repo_type=request.kind)
+    info = api.repo_info(name.repo, revision=name.revision or "main", repo_type=request.kind)
     if info.sha is None:
         raise EnvironmentFault("the server does not say which commit this is", where=request.endpoint or PUBLIC)
     tree = api.list_repo_tree(name.repo, recursive=True, revision=info.sha, repo_type=request.kind)
@@ -306,7 +306,7 @@ class _Translate:
             )
         if isinstance(error, hub.DisabledRepoError):
             return UsageError(f"the {what} {self.name.repo} is disabled by the Hub", where=self.request.uri)
-        if isinstance(error, hub.RepositoryNotFoundError):
+        if isinstance(error, hub.RepositoryNotFoundError) or (status == 401 and not has_token):
             return UsageError(
                 f"there is no {what} {self.name.repo}, or it is private and "
                 + ("this token may not read it" if has_token else "no token is set"),
