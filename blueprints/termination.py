@@ -5,6 +5,7 @@ Standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -39,7 +40,7 @@ def write_termination(error: BlueprintError | dict[str, Any]) -> None:
             return  # of several failing ranks the first one knows the cause
         path.write_bytes(_fit(data))
     except OSError as fault:
-        print(f"could not write the termination message to {path}: {fault}", file=sys.stderr)
+        _print(f"could not write the termination message to {path}: {fault}")
 
 
 def read_termination(path: Path) -> dict[str, Any] | None:
@@ -88,8 +89,8 @@ def _guarded(func: Callable[[], int | None]) -> int:
 
 
 def _report(error: BlueprintError) -> int:
-    print(f"error: {error}", file=sys.stderr, flush=True)
     write_termination(error)
+    _print(f"error: {error}")
     return int(error.exit_code)
 
 
@@ -102,14 +103,16 @@ def _disk_full(error: OSError) -> EnvironmentFault:
 
 
 def _bug(error: Exception) -> int:
-    traceback.print_exception(error)
     problem = f"unexpected {type(error).__name__}: {error}"
-    print(
-        f"error: {problem}\n  -> this is a bug of llm-blueprints: please report it with the lines above",
-        file=sys.stderr,
-    )
     write_termination(BlueprintError(problem, todo="this is a bug of llm-blueprints: see the log for the traceback"))
+    _print("".join(traceback.format_exception(error)) + f"error: {problem}")
+    _print("  -> this is a bug of llm-blueprints: please report it with the lines above")
     return int(ExitCode.BUG)
+
+
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError):  # a log on a full disk must not change the exit code
+        print(text, file=sys.stderr, flush=True)
 
 
 def _terminated(_signum: int, _frame: object) -> NoReturn:

@@ -141,7 +141,7 @@ def _literal(text: str) -> str:
 
 def to_yaml(manifest: Manifest) -> str:
     """A manifest as YAML that every parser, YAML 1.1 or 1.2, reads as the same data."""
-    return yaml.dump(manifest, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return yaml.dump(manifest, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**20)
 
 
 class _Dumper(yaml.SafeDumper):

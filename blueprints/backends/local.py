@@ -106,7 +106,10 @@ class LocalBackend:
                 where="name",
                 todo=f"choose another name, or remove that job with `blueprints delete {status.name}`",
             )
-        return ALREADY_COMPLETE if status.state == COMPLETE else RESUMED
+        if status.state == COMPLETE:
+            return ALREADY_COMPLETE
+        directory.create()  # what a full disk has taken
+        return RESUMED
 
     def _create(self, directory: JobDirectory, job: Manifest, runtime: Manifest, resume: str) -> None:
         free = shutil.disk_usage(self.jobs_directory).free

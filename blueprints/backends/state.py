@@ -18,6 +18,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ FINISHED = (COMPLETE, FAILED)
 START_SECONDS = 30.0
 """A job without a supervisor is taken for lost only when it is older than this."""
 _RESERVE_BYTES = 256 * 1024
+_FULL_BYTES = 64 * 1024
 
 
 @dataclass
@@ -144,11 +146,20 @@ def storage_faults(where: Path) -> Iterator[None]:
 def write_atomic(path: Path, text: str) -> None:
     """Replace a file so that a reader sees the old or the new one, also after a crash."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def is_full(path: Path) -> bool:
+    """Whether next to nothing can be written below `path`."""
+    return shutil.disk_usage(path).free < _FULL_BYTES
 
 
 class JobDirectory:
@@ -186,16 +197,11 @@ class JobDirectory:
         """Whether there is such a job."""
         return (self.path / "status.json").is_file()
 
-    def write_status(self, status: JobStatus) -> None:
-        """Record the status, giving up the reserve if the disk is full."""
-        text = json.dumps(status.as_dict(), indent=1)
-        try:
-            write_atomic(self.path / "status.json", text)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
+    def write_status(self, status: JobStatus, *, last: bool = False) -> None:
+        """Record the status; the last one finds room on a full disk too, since the reserve is given up for it."""
+        if last:
             (self.path / ".reserve").unlink(missing_ok=True)
-            write_atomic(self.path / "status.json", text)
+        write_atomic(self.path / "status.json", json.dumps(status.as_dict(), indent=1))
 
     def read_status(self) -> JobStatus:
         """The status, with a job whose supervisor died reported as failed."""

@@ -8,6 +8,7 @@ parent-death signal means this process.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -33,7 +34,7 @@ from blueprints.backends.processes import (
     start_process,
     step_environment,
 )
-from blueprints.backends.state import COMPLETE, FAILED, RUNNING, JobDirectory, JobStatus, StepStatus, now
+from blueprints.backends.state import COMPLETE, FAILED, RUNNING, JobDirectory, JobStatus, StepStatus, is_full, now
 from blueprints.errors import BlueprintError, EnvironmentFault, ExitCode
 from blueprints.resolve import ResolvedJob, Step, resolve
 from blueprints.termination import read_termination
@@ -43,6 +44,7 @@ POLL_SECONDS = 0.1
 PEER_GRACE_SECONDS = 10.0
 """How long a step may take to end after another step of the job has failed: it may hang in a collective."""
 MAX_BACKOFF_SECONDS = 4.0
+FREE_SPACE = "free some disk space and run it again; it goes on where it stopped"
 _TAIL_BYTES = 2048
 
 
@@ -232,6 +234,8 @@ class Supervisor:
         said = read_termination(self.directory.termination(name))
         if said is not None:
             return said
+        if is_full(self.directory.path):
+            return {"problem": "no space left on the device", "where": str(self.directory.path), "todo": FREE_SPACE}
         cause: dict[str, object] = {"problem": f"ended with exit code {code}", "log": _tail(self.directory.log(name))}
         if code == 128 + signal.SIGKILL:
             cause["problem"] = "was killed (SIGKILL): most often the machine ran out of memory"
@@ -251,7 +255,8 @@ class Supervisor:
     def _retry_or_fail(self, group: Group) -> None:
         failed = group.first_failure or next(status for status in group.statuses if status.exit_code)
         policy = group.steps[0].failure
-        if failed.exit_code in policy.fail_on or group.attempts > policy.backoff_limit:
+        hopeless = failed.exit_code in policy.fail_on or is_full(self.directory.path)
+        if hopeless or group.attempts > policy.backoff_limit:
             self._fail(group, failed)
             return
         delay = min(2.0 ** (group.attempts - 1), MAX_BACKOFF_SECONDS)
@@ -295,6 +300,8 @@ class Supervisor:
             status.exit_code = int(ExitCode.JOB_FAILED)
             if self.failure is not None:
                 self._explain(self.failure)
+            elif reason == "DiskFull":
+                status.exit_code, status.todo = int(ExitCode.ENVIRONMENT), FREE_SPACE
             elif status.resume:
                 status.todo = f"to go on where it stopped: {status.resume}"
             self._record(FAILED)
@@ -308,6 +315,8 @@ class Supervisor:
         status.todo = str(cause.get("todo") or f"see its log: blueprints logs {status.name} --step {failed.name}")
         told = (ExitCode.USER_INPUT, ExitCode.INVALID_DATA, ExitCode.ENVIRONMENT)
         status.exit_code = int(failed.exit_code if failed.exit_code in told else ExitCode.JOB_FAILED)
+        if cause.get("todo") == FREE_SPACE:
+            status.exit_code = int(ExitCode.ENVIRONMENT)
 
     # -- records
 
@@ -321,9 +330,16 @@ class Supervisor:
             self._say("Job", self.job.name, "DevicesMissing", note)
 
     def _record(self, state: str | None = None) -> None:
-        if state is not None:
-            self.status.state = state
-        self.directory.write_status(self.status)
+        last = state in (COMPLETE, FAILED)
+        self.status.state = state or self.status.state
+        try:
+            self.directory.write_status(self.status, last=last)
+        except OSError as error:
+            if last or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            if self.ending is None:
+                self._end("DiskFull", f"no space left on the device: {self.directory.path}")
+                self._stop_all(PEER_GRACE_SECONDS)
 
     def _say(self, kind: str, name: str, reason: str, message: str) -> None:
         with contextlib.suppress(OSError):  # on a full disk the job matters more than its diary
@@ -411,7 +427,7 @@ def _record_breakdown(directory: JobDirectory, status: JobStatus, error: Excepti
     for step in status.steps:
         if step.status == "Running":
             step.status, step.pid = "Failed", None
-    directory.write_status(status)
+    directory.write_status(status, last=True)
 
 
 def _load(path: Path) -> dict[str, object]:
