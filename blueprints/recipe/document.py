@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
@@ -50,11 +50,19 @@ KeyPath: TypeAlias = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Node:
-    """A value and its place; maps and lists hold nodes again."""
+    """A value and its place; maps and lists hold nodes again.
+
+    Attributes:
+        content: the value.
+        origin: its layer and place.
+        size: number of values in it, itself included.
+        text: a plain scalar as it was written, such as `1e5`; empty for anything else.
+    """
 
     content: Content
     origin: Origin
-    size: int = field(default=1, compare=False)
+    size: int = 1
+    text: str = ""
 
     def plain(self) -> Any:
         """The value without places."""
@@ -404,7 +412,7 @@ class _Builder:
         """A plain scalar as a node; a number no recipe can mean is a fault."""
         origin = Origin(self.layer, where)
         try:
-            return self._usable(Node(scalar(text), origin))
+            return self._usable(Node(scalar(text), origin, text=text))
         except ValueError:  # beyond what Python reads
             problem = f"found a number of {len(text)} digits"
             self.faults.append(Fault(where, dotted(tuple(self.path)), problem, "a number of sensible size"))

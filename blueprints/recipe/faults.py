@@ -181,7 +181,7 @@ def _missing(block: type[BaseModel], node: Node, path: KeyPath) -> Fault:
 def _wrong(block: type[BaseModel], node: Node, path: KeyPath) -> Fault:
     at, found, where = node.at(path), field_at(block, path), _where(node, path)
     value = at.plain() if at is not None else None
-    problem, hint = f"found {describe_value(value)}", _hint(found, path, value, where)
+    problem, hint = f"found {describe_value(value)}", _hint(found, path, at, where)
     return Fault(where, dotted(path), problem, _expected(path, found), hint)
 
 
@@ -196,11 +196,11 @@ def _expected(path: KeyPath, found: FieldInfo | None) -> str:
     return f"{'a URI' if short == 'uri' else 'a name'}, or {long}" if short else long
 
 
-def _hint(found: FieldInfo | None, path: KeyPath, value: Any, where: str) -> str:
+def _hint(found: FieldInfo | None, path: KeyPath, at: Node | None, where: str) -> str:
     """A next action for values people often get slightly wrong."""
-    if found is None:
+    if found is None or at is None:
         return ""
-    text = describe_field(found)
+    text, value = describe_field(found), at.plain()
     if isinstance(value, str):
         if ("number" in text or "integer" in text) and _is_number(value):
             return "Remove the quotes."
@@ -215,8 +215,8 @@ def _hint(found: FieldInfo | None, path: KeyPath, value: Any, where: str) -> str
         return f"Write `{path[-1]}: {{}}` for the defaults." if value else f"Write `{path[-1]}: null` to leave it out."
     if isinstance(value, int | float) and not isinstance(value, bool) and "string" in text:
         if where.startswith("override"):
-            return f"For a text, quote twice, once for the shell: '{dotted(path)}=\"{value}\"'."
-        return f'Put it into quotes: "{value}".'
+            return f"For a text, quote twice, once for the shell: '{dotted(path)}=\"{at.text or value}\"'."
+        return f'Put it into quotes: "{at.text or value}".'
     return ""
 
 

@@ -121,13 +121,20 @@ def merge(below: Node, above: Node, path: KeyPath = ()) -> Node:
     if not isinstance(below.content, dict) or not isinstance(above.content, dict):
         return above
     entries = dict(below.content)
-    if path in (("model",), ("dataset",)) and "uri" in above.content and above.content["uri"] != entries.get("uri"):
-        old = entries.get("uri")
-        if old is None or old.plain() != above.content["uri"].plain():
-            entries.pop("revision", None)
+    if path in (("model",), ("dataset",)) and _other_source(entries, above.content):
+        entries.pop("revision", None)
     for key, node in above.content.items():
         entries[key] = merge(entries[key], node, (*path, key)) if key in entries else node
     return replace(below, content=entries)
+
+
+def _other_source(below: dict[str, Node], above: dict[str, Node]) -> bool:
+    """Whether `above` names another source than the one the revision below belongs to."""
+    revision, old, new = below.get("revision"), below.get("uri"), above.get("uri")
+    if revision is None or new is None or (old is not None and old.plain() == new.plain()):
+        return False
+    # The arguments of one command line belong together, in whatever order they stand.
+    return not (revision.origin.layer == new.origin.layer == "override")
 
 
 def _checked(layers: list[Node], faults: list[Fault], *, broken: bool) -> tuple[Recipe | None, Node]:

@@ -117,7 +117,11 @@ def _builtin(name: str, *, dataset: bool) -> UriFault | None:
     else:
         near = difflib.get_close_matches(name, known, 1, 0.4)
         hint = f"Did you mean `builtin://{near[0]}`?" if near else ""
-    return UriFault(f"no embedded {kind} is called {name!r}", f"builtin://{', builtin://'.join(known)}", hint)
+    return UriFault(
+        f"found 'builtin://{name}', and no embedded {kind} is called so",
+        f"builtin://{', builtin://'.join(known)}",
+        hint,
+    )
 
 
 def _file(rest: str) -> UriFault | None:
