@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from blueprints import __version__
 from blueprints.cli.arguments import VERBS, nearest_verb, parse, top_parser
 from blueprints.errors import BlueprintError, EnvironmentFault, ExitCode, UsageError
 
@@ -50,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
+    if words[:1] == ["help"]:
+        words = [*words[1:2], "--help"]
     if not words or words[0].startswith("-"):
         return _without_verb(words)
     verb = VERBS.get(words[0])
@@ -71,9 +74,7 @@ def _without_verb(words: list[str]) -> int:
     except SystemExit as stop:
         return int(stop.code or 0)
     if args.version:
-        from importlib.metadata import version
-
-        print(f"blueprints {version('llm-blueprints')}")
+        print(f"blueprints {__version__}")
         return ExitCode.DONE
     options = [word for word in rest if word.startswith("-")]
     if options:

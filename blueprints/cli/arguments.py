@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -274,7 +275,9 @@ def verb_parser(verb: Verb) -> Parser:
     """The parser of one verb."""
     parser = Parser(prog=f"blueprints {verb.name}", allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = "\n\n".join(filter(None, [verb.help[0].upper() + verb.help[1:] + ".", verb.about]))
+    parser.description = "\n\n".join(
+        filter(None, [verb.help[0].upper() + verb.help[1:] + ".", textwrap.fill(verb.about, 100)])
+    )
     parser.epilog = "\n".join(["Examples:", *(f"  {example}" for example in verb.examples)])
     if verb.recipe:
         parser.usage = f"blueprints {verb.name} {_operands(verb)} [-f FILE ...] [key=value ...] [options]"
@@ -337,5 +340,5 @@ def _is_operand(word: str) -> bool:
 
 def nearest_verb(word: str) -> str:
     """A sentence that leads from an unknown verb to the right one."""
-    near = difflib.get_close_matches(word, VERBS, 1, 0.5)
+    near = difflib.get_close_matches(word, VERBS, 1, 0.6)
     return f"did you mean `blueprints {near[0]}`?" if near else f"verbs: {', '.join(VERBS)}"
