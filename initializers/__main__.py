@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -51,6 +52,21 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = 
         BlueprintError: whatever went wrong, with its exit code.
     """
     step = parser().parse_args(argv).step
+    from blueprints.errors import EnvironmentFault
+
+    try:
+        return _run(step, environ)
+    except OSError as error:
+        if error.errno is None or error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise  # a full disk has its own message
+        raise EnvironmentFault(
+            f"the operating system refuses: {error.strerror}",
+            where=str(error.filename or ""),
+            todo="check that the path exists and that this user may read the source and write the workspace",
+        ) from error
+
+
+def _run(step: str, environ: Mapping[str, str] | None) -> int:
     from blueprints.progress import Progress
     from initializers.settings import read_settings
 

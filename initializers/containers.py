@@ -144,7 +144,7 @@ def _sniff(head: bytes, named: str | None, relative: str, path: Path, compressio
         return named
     text = head.removeprefix(codecs.BOM_UTF8).lstrip()
     if text.startswith(b"["):
-        return "json" if named != "jsonl" or not _line_is_json(path, compression, relative) else "jsonl"
+        return "jsonl" if named == "jsonl" and _line_is_json(path, compression, relative, alone=False) else "json"
     if text.startswith(b"{"):
         if named == "jsonl" or _line_is_json(path, compression, relative):
             return "jsonl"
@@ -158,8 +158,11 @@ def _sniff(head: bytes, named: str | None, relative: str, path: Path, compressio
     )
 
 
-def _line_is_json(path: Path, compression: str | None, relative: str) -> bool:
-    """Whether the first line is a whole JSON value that is not a document of the `{"data": [...]}` kind."""
+def _line_is_json(path: Path, compression: str | None, relative: str, *, alone: bool = True) -> bool:
+    """Whether the first line is a whole JSON value that is not a document of the `{"data": [...]}` kind.
+
+    `alone`: it may be the only line.
+    """
     with ExitStack() as stack, _Unreadable(relative):
         file = _open(stack, path, compression)
         line = b""
@@ -172,7 +175,7 @@ def _line_is_json(path: Path, compression: str | None, relative: str) -> bool:
         value = json.loads(line.decode("utf-8-sig"))
     except ValueError:
         return False
-    return more or not (isinstance(value, dict) and isinstance(value.get("data"), list))
+    return more or (alone and not (isinstance(value, dict) and isinstance(value.get("data"), list)))
 
 
 class _Unreadable:
@@ -310,7 +313,8 @@ class _Text:
 
     def __init__(self, file: IO[bytes], relative: str) -> None:
         self._file, self._decoder = file, codecs.getincrementaldecoder("utf-8-sig")()
-        self.relative, self.buffer, self.position, self.line, self.ended = relative, "", 0, 1, False
+        self.relative, self.buffer, self.position, self.ended = relative, "", 0, False
+        self._line, self._counted = 1, 0
 
     def more(self, size: int = _CHUNK) -> bool:
         """Read on; False at the end of the file."""
@@ -318,10 +322,14 @@ class _Text:
             return False
         chunk = self._file.read(size)
         self.ended = not chunk
-        self.line += self.buffer.count("\n", 0, self.position)
+        self._count()
         self.buffer = self.buffer[self.position :] + self._decoder.decode(chunk, final=self.ended)
-        self.position = 0
+        self.position = self._counted = 0
         return True
+
+    def _count(self) -> None:
+        self._line += self.buffer.count("\n", self._counted, self.position)
+        self._counted = self.position
 
     def peek(self) -> str:
         """The next character that is not white space, empty at the end of the file."""
@@ -337,7 +345,8 @@ class _Text:
     @property
     def where(self) -> str:
         """The place of the next character."""
-        return f"{self.relative}:{self.line + self.buffer.count(chr(10), 0, self.position)}"
+        self._count()
+        return f"{self.relative}:{self._line}"
 
     def take(self) -> str:
         """Consume the next character that is not white space."""

@@ -287,6 +287,8 @@ def _say_result(reports: Mapping[str, Any], tokenizer: ChatTokenizer, seconds: f
         )
     if notes.extended:
         say(f"note: the template's marks leave out the end token of {notes.extended:,} answers; it carries loss too")
+    if notes.ignored_reasoning:
+        say(f"warning: the template does not show the reasoning_content of {notes.ignored_reasoning:,} answers")
     if notes.unended:
         say(f"warning: {notes.unended:,} answers do not end in a token that ends generation; the model may not stop")
     say(f"prepared in {seconds:.1f} s")

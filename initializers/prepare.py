@@ -339,10 +339,10 @@ class Preparer:
         sequences = tokenizer.encode([item for _, item in rendered])
         kept: set[int] = set()
         for (index, item), sequence in zip(rendered, sequences, strict=True):
-            where, example = batch[index]
+            where = batch[index][0]
             if self._proved < PROVED_ROWS:
                 self._proved += 1
-                tokenizer.prove(example, item, sequence)
+                tokenizer.prove(item, sequence)
             fitted = self._fit(where, item, sequence, report)
             if fitted is None:
                 continue

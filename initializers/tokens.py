@@ -8,6 +8,7 @@ other.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -54,12 +55,14 @@ class Rendered:
         spans: the half-open ranges of characters that carry loss.
         plain: outside the chat template: the tokenizer's own start token and the end token are added.
         whole: plain text, of which everything is trained and which may be cut.
+        chat: the conversation it is the template's rendering of; None for plain text.
     """
 
     text: str
     spans: tuple[tuple[int, int], ...]
     plain: bool = False
     whole: bool = False
+    chat: Chat | None = None
 
 
 @dataclass(slots=True)
@@ -94,6 +97,8 @@ class Notes:
     """Of the proved rows: answers whose prompt, alone as at inference, has other tokens than in training."""
     unended: int = 0
     """Sequences whose last trained token is not one that ends generation."""
+    ignored_reasoning: int = 0
+    """Answers whose `reasoning_content` the template does not show."""
     extended: int = 0
     """Answers whose end token the template's marks leave out; it was added to the mask."""
 
@@ -198,23 +203,57 @@ class ChatTokenizer:
         return texts[0], (spans[0] if marks else [])
 
     def _chat(self, chat: Chat) -> list[Rendered]:
-        messages = [{key: value for key, value in item.items() if key != "weight"} for item in chat.messages]
+        if not any("tool_calls" in message for message in chat.messages):
+            return self._rendered(chat)
+        try:
+            return self._rendered(chat)
+        except Refused:
+            # Most templates print a call's arguments as JSON, some expect them to be JSON text already.
+            try:
+                return self._rendered(_arguments_as_text(chat))
+            except Refused:
+                pass
+            raise
+
+    def _rendered(self, chat: Chat) -> list[Rendered]:
+        plain = _without_weights(chat)
         turns = [
             index
             for index, message in enumerate(chat.messages)
             if message["role"] == "assistant" and index >= chat.trained_from and message.get("weight", 1) != 0
         ]
-        every = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        template = self.tokenizer.get_chat_template(tools=chat.tools)
+        every = [index for index, message in enumerate(plain.messages) if message["role"] == "assistant"]
         if not self.completion_only:
-            text = self.template_text(messages, chat.tools)
-            return [Rendered(text, ((0, len(text)),))]
-        if _GENERATION.search(template):
-            text, marks = self._apply(messages, chat.tools, prompt=False, marks=True)
+            text = self.template_text(plain.messages, plain.tools)
+            found = [Rendered(text, ((0, len(text)),), chat=plain)]
+        elif _GENERATION.search(self.tokenizer.get_chat_template(tools=plain.tools)):
+            text, marks = self._apply(plain.messages, plain.tools, prompt=False, marks=True)
             if turns != every:
-                marks = self._marks_of(turns, messages, chat.tools, text, marks)
-            return [Rendered(text, tuple((start, end) for start, end in marks if end > start))]
-        return self._by_prefixes(messages, turns, chat.tools)
+                marks = self._marks_of(turns, plain.messages, plain.tools, text, marks)
+            found = [Rendered(text, tuple((start, end) for start, end in marks if end > start), chat=plain)]
+        else:
+            found = self._by_prefixes(plain, turns)
+        self._require_complete(plain, found[-1].text)
+        return found
+
+    def _require_complete(self, chat: Chat, text: str) -> None:
+        """Refuse a row of which the template leaves something out: the model would be trained on another one."""
+        for index, message in enumerate(chat.messages):
+            # Reasoning models' templates drop the thoughts of earlier turns on purpose.
+            content = str(message["content"]).rpartition("</think>")[2].strip()
+            if message["role"] != "tool" and content not in text:
+                raise Refused(
+                    f"the chat template leaves out the {message['role']}'s message {index}",
+                    "change the row, or give another template by model.chat_template",
+                )
+            for call in message.get("tool_calls", ()):
+                if str(call.get("function", call)["name"]) not in text:
+                    raise Refused(
+                        f"the chat template leaves out the tool call of message {index}",
+                        "the model's template knows no tools: give another one by model.chat_template",
+                    )
+        reasoning = str(chat.messages[-1].get("reasoning_content") or "").strip()
+        self.notes.ignored_reasoning += reasoning not in text
 
     def _marks_of(
         self, turns: Sequence[int], messages: Sequence[Message], tools: Any, text: str, marks: list[tuple[int, int]]
@@ -232,7 +271,8 @@ class ChatTokenizer:
             kept += [mark for mark in marks if start <= mark[0] and mark[1] <= len(head)]
         return kept
 
-    def _by_prefixes(self, messages: list[Message], turns: Sequence[int], tools: Any) -> list[Rendered]:
+    def _by_prefixes(self, chat: Chat, turns: Sequence[int]) -> list[Rendered]:
+        messages, tools = chat.messages, chat.tools
         full = self.template_text(messages, tools)
         spans, alone = [], []
         stable = True
@@ -240,13 +280,17 @@ class ChatTokenizer:
             prompt = self.template_text(messages[:index], tools, prompt=True)
             answered = full if index == len(messages) - 1 else self.template_text(messages[: index + 1], tools)
             if not answered.startswith(prompt):
-                raise Refused(_unstable(prompt, answered), "give a template that keeps it by model.chat_template")
+                raise Refused(
+                    _unstable(prompt, answered),
+                    "for a model that thinks aloud, put its thoughts into reasoning_content; else give a template by "
+                    "model.chat_template",
+                )
             span = (len(prompt), self._trimmed(answered, len(prompt)))
             stable = stable and full.startswith(answered)
             spans.append(span)
-            alone.append(Rendered(answered, (span,)))
+            alone.append(Rendered(answered, (span,), chat=Chat(messages[: index + 1], tools)))
         if stable:
-            return [Rendered(full, tuple(spans))]
+            return [Rendered(full, tuple(spans), chat=chat)]
         # The template shows earlier turns otherwise than it asked for them (Qwen3 drops their thoughts). Each answer
         # becomes a sequence of its own, in the very context that inference would see.
         self.notes.unrolled += 1
@@ -283,8 +327,9 @@ class ChatTokenizer:
                 where="tokenizer",
                 todo="the tokenizer does not belong to this model: check the model directory",
             )
-        if not item.whole and mask.any() and int(ids[np.flatnonzero(mask)[-1]]) not in self.end_ids:
-            self.notes.unended += 1
+        if not item.whole and mask.any():
+            last = set(map(int, ids[np.flatnonzero(mask)[-3:]]))  # some templates mark white space after the end token
+            self.notes.unended += last.isdisjoint(self.end_ids)
         return Tokens(ids, mask)
 
     def _mark(self, mask: Mask, ids: Ids, encoding: Any, start: int, end: int) -> None:
@@ -323,21 +368,24 @@ class ChatTokenizer:
 
     # --- proofs ----------------------------------------------------------------------------------
 
-    def prove(self, example: Example, rendered: Rendered, sequence: Tokens) -> None:
-        """Check one row against Transformers' own tokenisation and back to text.
+    def prove(self, rendered: Rendered, sequence: Tokens) -> None:
+        """Check one sequence against Transformers' own tokenisation and back to text.
 
         Raises:
             DataError: the tokens are not those of `apply_chat_template`, or decode to another text.
         """
         ids = list(map(int, sequence.ids))
-        if not rendered.plain:
-            chat = example if isinstance(example, Chat) else _as_chat(example)
-            messages = [{key: value for key, value in item.items() if key != "weight"} for item in chat.messages]
-            if rendered.text == self.template_text(messages, chat.tools):
-                tools: Any = chat.tools
-                theirs = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=False)
-                if ids != theirs:
-                    raise DataError("the tokens differ from those of apply_chat_template", where="chat template")
+        if rendered.chat is not None:
+            tools: Any = rendered.chat.tools
+            theirs = self.tokenizer.apply_chat_template(
+                rendered.chat.messages, tools=tools, tokenize=True, return_dict=False
+            )
+            if ids != theirs:
+                raise DataError(
+                    "the tokens differ from those of apply_chat_template",
+                    where="chat template",
+                    todo="the template depends on something else than the row: give another by model.chat_template",
+                )
             if self._double_start(ids):
                 raise DataError(
                     f"the text begins with {self.tokenizer.bos_token!r} twice",
@@ -386,6 +434,26 @@ def _as_chat(example: Example) -> Chat:
         raise TypeError(f"{type(example).__name__} is no question and answer")
     start = [{"role": "system", "content": system}] if system.strip() else []
     return Chat([*start, {"role": "user", "content": question}, {"role": "assistant", "content": answer}])
+
+
+def _without_weights(chat: Chat) -> Chat:
+    messages = [{key: value for key, value in message.items() if key != "weight"} for message in chat.messages]
+    return Chat(messages, chat.tools, chat.trained_from)
+
+
+def _arguments_as_text(chat: Chat) -> Chat:
+    def text_of(call: dict[str, Any]) -> dict[str, Any]:
+        function = dict(call.get("function", call))
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        return call | {"function": function} if "function" in call else function
+
+    messages = [
+        message | {"tool_calls": [text_of(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in chat.messages
+    ]
+    return Chat(messages, chat.tools, chat.trained_from)
 
 
 def _plain_layout(example: Pair | Instruction) -> tuple[str, str]:
@@ -484,8 +552,6 @@ def _check_template(loaded: ChatTokenizer) -> None:
 
 
 def _config(model: Path, name: str) -> dict[str, Any]:
-    import json
-
     try:
         value = json.loads((model / name).read_text(encoding="utf-8"))
     except (OSError, ValueError):

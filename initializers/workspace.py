@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -117,6 +118,19 @@ class Area:
         finally:
             os.close(descriptor)
 
+    def _put_aside(self) -> None:
+        """Move the present directory out of the way: for good if no step made it, else until the swap is done."""
+        if self.path.is_symlink() or not self.path.is_dir() or (self.path / MANIFEST).exists():
+            remove(self._old)
+            self.path.rename(self._old)  # killed here: _recover moves it back
+            return
+        if not any(self.path.iterdir()):
+            self.path.rmdir()
+            return
+        kept = next(path for n in itertools.count(1) if not (path := self.workspace / f"{self.name}.kept-{n}").exists())
+        self.path.rename(kept)
+        print(f"note: {self.path} had no {MANIFEST}, so no step made it; it is now {kept}", flush=True)
+
     def _recover(self) -> None:
         """Undo what a killed process left: its temporaries go, a directory it had moved aside comes back."""
         for leftover in self.workspace.glob(f".{self.name}.tmp-*"):
@@ -177,8 +191,7 @@ class Area:
         _sync(target)
         _sync(temporary)
         if self.path.exists() or self.path.is_symlink():
-            remove(self._old)
-            self.path.rename(self._old)  # killed here: _recover moves it back
+            self._put_aside()
         temporary.rename(self.path)
         _sync(self.workspace)
         remove(self._old)

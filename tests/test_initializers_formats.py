@@ -80,6 +80,7 @@ CONTAINERS: dict[str, Callable[[list[dict[str, Any]]], bytes]] = {
     "json": lambda rows: json.dumps(rows, indent=2).encode(),
     "data.json": lambda rows: json.dumps({"version": "1", "meta": {"data": [0]}, "data": rows}).encode(),
     "lines.json": _lines,
+    "list.jsonl": lambda rows: json.dumps(rows).encode(),
     "csv": _csv,
     "semicolon.csv": lambda rows: _csv(rows, ";"),
     "tsv": lambda rows: _csv(rows, "\t"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,54 @@ def test_a_template_that_is_no_jinja(tmp_path: Path) -> None:
     env = environment(tmp_path / "work", rows, recipe=recipe_file(tmp_path))
     with pytest.raises(UsageError, match=r"model\.chat_template: not a Jinja template"):
         step("dataset", env | {"BLUEPRINTS_OVERRIDES": json.dumps(['model.chat_template="{% for x %}"'])})
+
+
+def test_a_template_that_leaves_something_out_is_refused(tmp_path: Path) -> None:
+    blind = CHATML.replace("m['content']", "(m['content'][0]['text'] if m['content'] is not string else '')")
+    with pytest.raises(RowsError, match="leaves out the user's message 0"):
+        prepare(tmp_path, write_jsonl(tmp_path / "rows.jsonl", [CHAT]), template=blind)
+
+
+TEMPLATES = sorted(
+    path
+    for path in (Path(importlib.util.find_spec("trl").origin or "").parent / "chat_templates").glob("*.jinja")  # type: ignore[union-attr]
+    if not path.stem.endswith("_training")
+)
+
+
+UNASKED = "no exact mask: the template asks with"
+REFUSED = {
+    "deepseek_r1_distill": UNASKED,
+    "deepseekv3": UNASKED,
+    "idefics3": "leaves out the user's message",
+    "llava_next": "does not take it",
+    "nemotron_3_5_lightning": UNASKED,
+    "nemotron_3_nano": UNASKED,
+    "nemotron_3_super": UNASKED,
+    "nemotron_3_ultra": UNASKED,
+    "smolvlm": "leaves out the user's message",
+}
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_templates_of_real_models(tmp_path: Path, path: Path) -> None:
+    """Each is either refused with a reason or trains exactly the answers, each once."""
+    rows = [
+        {"messages": [
+            {"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Hello!"},
+            {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "Four."},
+        ]}
+    ]  # fmt: skip
+    data, long = write_jsonl(tmp_path / "rows.jsonl", rows), "training: {max_length: 8192}"
+    if path.stem in REFUSED:
+        with pytest.raises(RowsError, match=REFUSED[path.stem]):
+            prepare(tmp_path, data, long, template=path.read_text(), bos=True)
+        return
+    prepare(tmp_path, data, long, template=path.read_text(), bos=True)
+    trained = "".join(answer for _, answer in texts(tmp_path / "work"))
+    assert trained.count("Hello!") == trained.count("Four.") == 1
+    assert "Hi there" not in trained
+    assert "2+2?" not in trained
 
 
 def test_tools_reach_the_template(tmp_path: Path) -> None:

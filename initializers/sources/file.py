@@ -45,8 +45,20 @@ class FileSource:
         return _usable(files, request)
 
     def fetch(self, request: Request, destination: Path, on_bytes: Callable[[int, int | None], None]) -> Resolved:
-        """Copy the files."""
-        return copy_all(self.local_files(request), destination, on_bytes)
+        """Copy the files.
+
+        Raises:
+            UsageError: the source lies in the directory that this step replaces.
+        """
+        files = self.local_files(request)
+        target = destination.parent / request.kind
+        if any(path.resolve().is_relative_to(target.resolve()) for path in files.values()):
+            raise UsageError(
+                f"the source lies in {target}, which this step replaces",
+                where="STORAGE_URI",
+                todo="name the original files, or set BLUEPRINTS_WORKSPACE to another directory",
+            )
+        return copy_all(files, destination, on_bytes)
 
 
 def local_path(uri: str) -> Path:
