@@ -112,6 +112,32 @@ def test_overrides_lead_from_any_shipped_recipe_to_any_recipe(plain: dict[str, A
     assert overrides_between(again, target) == []
 
 
+OTHERS: list[dict[str, Any]] = [
+    {"method": "dpo", "dpo": {"beta": 0.3}},
+    {"method": "dpo", "lora": {"r": 4}},
+    {"method": "ppo", "ppo": {"reward_model": "hf://a/b"}},
+    {"method": "grpo", "grpo": {"reward_funcs": [{"name": "regex", "args": {"pattern": '^"a\\d\n', "x": None}}]}},
+    {"method": "grpo", "grpo": {"reward_funcs": [{"name": "length", "weight": 2}], "epsilon": 0.3}},
+    {"method": "distill", "distill": {"teacher": "hf://a/b", "teacher_revision": "v1"}},
+    {"method": "qat", "qat": {"packing": True}},
+]
+
+
+@pytest.mark.parametrize("plain", OTHERS, ids=lambda plain: plain["method"])
+@pytest.mark.parametrize("name", SHIPPED)
+def test_overrides_lead_to_other_methods_and_back(plain: dict[str, Any], name: str, tmp_path: Path) -> None:
+    target = load_recipe(None, base={"model": "hf://a/b", "dataset": "hf://a/b", **plain}, environ={}).recipe
+    overrides = overrides_between(load_recipe(name, environ={}).recipe, target)
+    again = load_recipe(name, overrides=overrides, environ={}).recipe
+    assert again.canonical_json() == target.canonical_json()
+    path = tmp_path / "written.yaml"
+    path.write_text(recipe_text(target), encoding="utf-8")
+    assert load_recipe(str(path), environ={}).recipe.hash() == target.hash()
+    back = overrides_between(load_recipe(str(path), environ={}).recipe, load_recipe(name, environ={}).recipe)
+    returned = load_recipe(str(path), overrides=back, environ={}).recipe
+    assert returned.hash() == load_recipe(name, environ={}).recipe.hash()
+
+
 @SETTINGS
 @given(recipes())
 def test_a_written_recipe_reads_back_the_same(tmp_path: Path, plain: dict[str, Any]) -> None:

@@ -31,7 +31,8 @@ def accepts(schema: dict[str, Any] | bool, value: Any) -> bool:
         return schema
     known = {"$ref", "type", "enum", "const", "anyOf", "allOf", "if", "then", "properties", "required", "items",
              "additionalProperties", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength",
-             "maxLength", "minItems", "pattern", "description", "default", "$defs", "$schema", "$id", "title"}  # fmt: skip
+             "maxLength", "minItems", "pattern", "description", "default", "$defs", "$schema",
+             "$id", "title"}  # fmt: skip
     assert set(schema) <= known, set(schema) - known
     if "$ref" in schema and not accepts(SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]], value):
         return False
