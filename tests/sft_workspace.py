@@ -47,12 +47,14 @@ def save_model(directory: Path, *, layers: int = 2, hidden: int = 32, seed: int 
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers.utils.logging import disable_progress_bar
 
     vocabulary = ["<pad>", "<eos>", "<unk>", "copy", *WORDS, *(word.upper() for word in WORDS)]
     raw = Tokenizer(models.WordLevel({word: index for index, word in enumerate(vocabulary)}, unk_token="<unk>"))
     raw.add_special_tokens(["<pad>", "<eos>", "<unk>"])
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    disable_progress_bar()
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(vocabulary), hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,

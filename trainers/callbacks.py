@@ -36,6 +36,15 @@ class StepReports(TrainerCallback):
         self._started = 0.0
         self._first_step = 0
         self.tokens_per_second = 0.0
+        self._training = False
+
+    def on_train_begin(self, *_args: Any, **_kwargs: Any) -> None:
+        """Transformers' event: the loop begins. Evaluations outside of it are reported by whoever asked for them."""
+        self._training = True
+
+    def on_train_end(self, *_args: Any, **_kwargs: Any) -> None:
+        """Transformers' event: the loop has ended."""
+        self._training = False
 
     def begin(self, step: int, num_tokens: float) -> None:
         """Go on from `step`: lines of later steps, written by a run that was killed, are taken back."""
@@ -54,10 +63,10 @@ class StepReports(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Transformers' event: a line of training or of evaluation."""
-        if not self.main or not logs or ("loss" not in logs and "eval_loss" not in logs) or self._since is None:
+        if not self.main or not logs or ("loss" not in logs and "eval_loss" not in logs) or not self._training:
             return
         line = {"step": state.global_step} | {name: value for name, value in logs.items() if name != "total_flos"}
-        if "loss" in logs:
+        if "loss" in logs and self._since is not None:
             now, tokens = time.monotonic(), logs["num_tokens"]
             self.tokens_per_second = (tokens - self._since[1]) / max(1e-9, now - self._since[0])
             self._since = (now, tokens)

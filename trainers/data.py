@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,9 +15,17 @@ from datasets import Dataset, concatenate_datasets, disable_progress_bars
 
 from blueprints.errors import DataError
 from blueprints.recipe.schema import Recipe
+from trainers.checkpoint import sha256
+from trainers.process import world
 
 IGNORED = -100
 """Label of a token that carries no loss, as PyTorch's cross-entropy has it."""
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
+    "generation_config.json",
+)  # fmt: skip
+"""Files that decide how text becomes tokens."""
 PREPARE_AGAIN = "run the dataset initializer again with this recipe and this model"
 
 
@@ -64,6 +73,7 @@ def open_prepared(directory: Path, recipe: Recipe, vocab_size: int) -> PreparedD
     if not isinstance(prepared, dict):
         raise DataError("the data set is fetched but not prepared", where=str(directory), todo=PREPARE_AGAIN)
     _check_settings(prepared, recipe, directory)
+    _check_tokenizer(prepared, directory.parent / "model", directory)
     splits = prepared["splits"]
     train = _open_split(directory / "prepared" / "train", splits["train"], vocab_size)
     has_eval = "eval" in splits and splits["eval"].get("rows", 0) > 0
@@ -107,22 +117,54 @@ def _check_settings(prepared: Mapping[str, Any], recipe: Recipe, directory: Path
             )
 
 
+def _check_tokenizer(prepared: Mapping[str, Any], model: Path, directory: Path) -> None:
+    """The rows must have been made with the tokenizer that lies in the workspace now."""
+    stated = prepared.get("tokenizer_sha256")
+    if stated is not None and stated != tokenizer_digest(model):
+        raise DataError(
+            "the rows were tokenised with another tokenizer than the model's",
+            where=str(directory / "prepared"),
+            todo=PREPARE_AGAIN,
+        )
+
+
+def tokenizer_digest(model: Path) -> str:
+    """sha256 over the tokenizer's files of a model directory, as the dataset initializer takes it."""
+    hashes = {name: sha256(model / name) for name in TOKENIZER_FILES if (model / name).is_file()}
+    text = json.dumps(hashes, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _check_shard(path: Path, stated: Mapping[str, Any], *, content: bool) -> None:
+    """A shard is the file the manifest speaks of; `content`: its sha256 too."""
+    size = path.stat().st_size
+    if size != stated["size"]:
+        raise DataError(
+            f"the shard has {size} bytes, {stated['size']} were written", where=str(path), todo=PREPARE_AGAIN
+        )
+    if content and sha256(path) != stated["sha256"]:
+        raise DataError("the shard has changed since it was written", where=str(path), todo=PREPARE_AGAIN)
+
+
 def _open_split(directory: Path, counts: Mapping[str, Any], vocab_size: int) -> Dataset:
     paths = sorted(directory.glob("shard-*.arrow"))
     expected = len(counts.get("shards", paths))
     if not paths or len(paths) != expected:
         raise DataError(f"{len(paths)} of {expected} shards are there", where=str(directory), todo=PREPARE_AGAIN)
     parts = []
+    stated = {item["path"]: item for item in counts.get("shards", []) if isinstance(item, dict)}
     for path in paths:
+        if path.name in stated:
+            _check_shard(path, stated[path.name], content=world().main)
         try:
             parts.append(Dataset.from_file(str(path)))
         except (pa.ArrowInvalid, OSError) as error:
             raise DataError(f"the shard cannot be read: {error}", where=str(path), todo=PREPARE_AGAIN) from error
     rows: Dataset = concatenate_datasets(parts) if len(parts) > 1 else parts[0]
-    stated = counts.get("sequences", counts.get("rows"))
-    if stated is not None and len(rows) != stated:
+    sequences = counts.get("sequences", counts.get("rows"))
+    if sequences is not None and len(rows) != sequences:
         raise DataError(
-            f"{len(rows)} rows are there, the manifest says {stated}", where=str(directory), todo=PREPARE_AGAIN
+            f"{len(rows)} sequences are there, the manifest says {sequences}", where=str(directory), todo=PREPARE_AGAIN
         )
     _check_rows(rows, directory, vocab_size)
     return rows
@@ -158,7 +200,7 @@ def with_labels(rows: Dataset) -> Dataset:
             for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True)
         ]
         ready = {"input_ids": batch["input_ids"], "labels": labels}
-        return ready | ({"seq_lengths": batch["seq_lengths"]} if "seq_lengths" in batch else {})
+        return ready | {name: batch[name] for name in ("seq_lengths", "prompt_length") if name in batch}
 
     # Renamed because TRL refuses a `completion_mask` without a `labels` column, and a transform has no columns.
     return rows.rename_column("completion_mask", "loss_mask").with_transform(label)

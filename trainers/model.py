@@ -140,8 +140,20 @@ def load_causal_lm(directory: Path, kernels: list[str], settings: dict[str, Any]
                 todo="use a model saved as safetensors; see model.ignore_patterns for what is left out",
             ) from error
         _check_complete(report, directory)
+        exact_on_cpu(model)
         return model
     raise AssertionError("unreachable: the last kernel either loads or raises")
+
+
+def exact_on_cpu(model: PreTrainedModel) -> None:
+    """Keep bitsandbytes from repacking 4-bit weights on CPUs with AVX512-BF16.
+
+    It would do so in the first evaluation: from then on it computes in bfloat16, and without gradients to the layers
+    below. Nothing to do on GPU or without 4-bit layers.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "Linear4bit":
+            module.support_avx512bf16_for_cpu = False
 
 
 def _check_complete(report: dict[str, Any], directory: Path) -> None:

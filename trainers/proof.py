@@ -113,14 +113,73 @@ def expect(model: nn.Module, rows: Sequence[Sequence[int]], output: Path, what: 
             "positions": positions,
             "tolerance": what.tolerance,
             "bound": what.tolerance * max(1.0, spread) if what.scaled else what.tolerance,
-            "tensors": hashes(model),
+            # Merging makes other tensors of them: there the logits alone are compared.
+            "tensors": {} if what.kind == "merged" else hashes(model),
         },
     )
     return path
 
 
-def start(specification: Path, *, merge: bool = False) -> subprocess.Popen[str]:
+class Proofs:
+    """The proofs of one run's artifacts, each in a fresh process, one after the other.
+
+    Args:
+        output: the workspace's `output`; `proof.json` there holds the findings.
+    """
+
+    def __init__(self, output: Path) -> None:
+        self.output = output
+        self.found: dict[str, Any] = {}
+        self._waiting: list[Path] = []
+        self._process: subprocess.Popen[str] | None = None
+
+    def expect(self, model: nn.Module, rows: Sequence[Sequence[int]], what: Expectation) -> None:
+        """Keep what the live model computes on `rows`, to be proved when `finish` is called."""
+        self._waiting.append(expect(model, rows, self.output, what))
+
+    def start(self) -> None:
+        """Start the first proof now: it imports and loads while the caller does other things."""
+        if self._process is None and self._waiting:
+            specification = self._waiting[0]
+            # A proved adapter is merged by the process that has it loaded, if the merged model is to be proved next.
+            merge = specification.stem == "adapter" and any(path.stem == "merged" for path in self._waiting)
+            self._process = _start(specification, merge=merge)
+
+    def finish(self) -> dict[str, Any]:
+        """Wait for all proofs.
+
+        Returns:
+            the findings by kind: rows, positions, largest difference, bound.
+
+        Raises:
+            ProofError: an artifact is not what was trained, or could not be loaded.
+        """
+        try:
+            while self._waiting:
+                self.start()
+                assert self._process is not None
+                specification = self._waiting.pop(0)
+                self.found[specification.stem] = _finish(self._process, specification)
+                self._process = None
+        except ProofError as error:
+            self.found[error.kind] = error.found
+            raise
+        finally:
+            self.stop()
+            write_json(self.output / "proof.json", self.found)
+        return self.found
+
+    def stop(self) -> None:
+        """End a proof that nobody waits for any more."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+def _start(specification: Path, *, merge: bool = False) -> subprocess.Popen[str]:
     """Start the fresh process on what `expect` has kept; `merge` saves the merged model as well."""
+    specification.with_name(f"{specification.stem}.result.json").unlink(missing_ok=True)
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -130,15 +189,7 @@ def start(specification: Path, *, merge: bool = False) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def finish(process: subprocess.Popen[str], specification: Path) -> dict[str, Any]:
-    """Wait for the fresh process.
-
-    Returns:
-        its findings: rows, positions, largest difference, bound.
-
-    Raises:
-        JobFailedError: the artifact is not what was trained, or could not be loaded.
-    """
+def _finish(process: subprocess.Popen[str], specification: Path) -> dict[str, Any]:
     said, _ = process.communicate()
     kind = specification.stem
     result = specification.with_name(f"{kind}.result.json")

@@ -33,7 +33,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     specification = json.loads(arguments.specification.read_text(encoding="utf-8"))
     output = arguments.specification.parents[1].absolute()
     result = arguments.specification.with_name(f"{specification['kind']}.result.json")
-    result.unlink(missing_ok=True)
     found, model = prove(specification, output, arguments.specification.with_suffix(".safetensors"))
     if arguments.merge and found["passed"]:
         merge(model, specification, output)
@@ -91,6 +90,8 @@ def reload(specification: dict[str, Any], output: Path, faults: list[str]) -> An
     import torch
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+    from trainers.model import exact_on_cpu
+
     load, artifact = specification["load"], output / specification["artifact"]
     settings: dict[str, Any] = {
         "dtype": getattr(torch, load["dtype"]),
@@ -106,6 +107,7 @@ def reload(specification: dict[str, Any], output: Path, faults: list[str]) -> An
         settings["quantization_config"] = BitsAndBytesConfig(**load["quantization"])
     source = specification["base"] if is_adapter else artifact
     model, report = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **settings)
+    exact_on_cpu(model)
     if not is_adapter:
         for word in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             faults += _listed(f"{word.partition('_')[0]} weights", sorted(str(key) for key in report[word]))

@@ -11,6 +11,8 @@ HARMLESS = (
     r".*return_outputs=True.*",
     # Emitted for every CPU run: there is no memory to pin.
     r".*'pin_memory' argument is set as true but no accelerator is found.*",
+    # Transformers and PEFT among themselves: a name that one has changed and the other still uses.
+    r".*is_gradient_checkpointing. is deprecated.*",
     # bitsandbytes on CPU computes through PyTorch where an optional kernel is not installed.
     r".*MatMul8bitLt.*",
 )

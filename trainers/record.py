@@ -47,6 +47,7 @@ class Record:
         self.data: dict[str, Any] = self._read()
         self._lock: IO[str] | None = None
         self._started = time.monotonic()
+        self._seconds_before = 0.0
 
     def _read(self) -> dict[str, Any]:
         try:
@@ -69,23 +70,15 @@ class Record:
             self.output.mkdir(parents=True, exist_ok=True)
             self._take_lock()
             self.data = self._read()
-        before = self.data
-        if before and before.get("recipe_hash") != recipe.hash():
-            raise UsageError(
-                "the output holds the run of another recipe "
-                f"(its hash begins {str(before.get('recipe_hash'))[:12]}, this one's {recipe.hash()[:12]})",
-                where=str(self.output),
-                todo="delete that job or directory, or give this run a name of its own",
-            )
-        if before and before.get("data", {}).get("fingerprint") != data.get("fingerprint"):
-            raise UsageError(
-                "the output holds a run on other rows: the data set was prepared again since",
-                where=str(self.output),
-                todo="delete that job or directory, or give this run a name of its own",
-            )
+        before = self.data if self._worth_keeping() else {}
+        if before:
+            self._refuse_another(before, recipe, data)
+        elif self.writes:
+            self._clear()
         if before.get("status") == "complete":
             return False
         started = before.get("started") or now()
+        self._seconds_before = float(before.get("metrics", {}).get("seconds") or 0)
         self.data = before | {
             "schema": 1,
             "status": "running",
@@ -105,6 +98,27 @@ class Record:
         }
         self.save()
         return True
+
+    def _worth_keeping(self) -> bool:
+        """Whether an earlier start got as far as a checkpoint: one that failed before holds nothing to protect."""
+        return self.data.get("status") == "complete" or any(self.output.glob("checkpoint-*"))
+
+    def _refuse_another(self, before: dict[str, Any], recipe: Recipe, data: dict[str, Any]) -> None:
+        theirs, ours = str(before.get("recipe_hash"))[:12], recipe.hash()[:12]
+        if theirs != ours:
+            problem = f"the output holds the run of another recipe (its hash begins {theirs}, this one's {ours})"
+        elif before.get("data", {}).get("fingerprint") != data.get("fingerprint"):
+            problem = "the output holds a run on other rows: the data set was prepared again since"
+        else:
+            return
+        raise UsageError(
+            problem, where=str(self.output), todo="delete that job or directory, or give this run a name of its own"
+        )
+
+    def _clear(self) -> None:
+        """Remove what a start that got nowhere has left."""
+        for name in ("metrics.jsonl", "eval.json", "samples.jsonl", "proof.json", "report.html", "run.json"):
+            (self.output / name).unlink(missing_ok=True)
 
     def _take_lock(self) -> None:
         self._lock = (self.output / ".lock").open("w")
@@ -156,10 +170,15 @@ class Record:
         else:
             self._close("complete")
 
+    def closed(self, status: str, error: BlueprintError | None = None) -> dict[str, Any]:
+        """The record as it will be once the run has ended now."""
+        seconds = self._seconds_before + time.monotonic() - self._started
+        metrics = self.data.get("metrics", {}) | {"seconds": round(seconds, 1)}
+        ended = {"status": status, "ended": now(), "error": error.as_dict() if error else None}
+        return self.data | {"metrics": metrics} | ended
+
     def _close(self, status: str, error: BlueprintError | None = None) -> None:
-        seconds = float(self.data.get("metrics", {}).get("seconds") or 0) + time.monotonic() - self._started
-        self.data["metrics"] = self.data.get("metrics", {}) | {"seconds": round(seconds, 1)}
-        self.data |= {"status": status, "ended": now(), "error": error.as_dict() if error else None}
+        self.data = self.closed(status, error)
         try:
             self.save()
         except OSError:

@@ -107,9 +107,9 @@ def model_settings(model: nn.Module, recipe: Recipe, device: torch.device, bf16:
     total = sum(_elements(parameter) for parameter in model.parameters())
     kernel = str(model.config._attn_implementation)
     asked = recipe.model.attn_implementation
-    quantised = sum(type(module).__name__ == "Linear4bit" for module in model.modules())
+    quantised = sum(_is_4bit(parameter) for parameter in model.parameters())
     wants = bool(recipe.lora and recipe.lora.quantize_base)
-    frozen = Counter(str(p.dtype).removeprefix("torch.") for p in model.parameters() if not p.requires_grad)
+    frozen = Counter(_type_name(p) for p in model.parameters() if not p.requires_grad)
     lines = [
         Setting(
             "device", "", device.type if device.type == "cpu" else f"{device}, {torch.cuda.get_device_name(device)}"
@@ -117,7 +117,7 @@ def model_settings(model: nn.Module, recipe: Recipe, device: torch.device, bf16:
         Setting("trainable parameters", f"{expected:,}", f"{count:,}", expected == count),
         Setting("all parameters", "", f"{total:,} ({100 * count / total:.2f}% trained)"),
         Setting("attention kernel", asked if asked != "auto" else "", kernel, asked in ("auto", kernel)),
-        Setting("trained weights", "", _names(Counter(str(p.dtype).removeprefix("torch.") for p in trainable))),
+        Setting("trained weights", "", _names(Counter(map(_type_name, trainable)))),
         Setting("frozen weights", "", _names(frozen) if frozen else "none"),
         Setting("compute", "", "bfloat16 (mixed precision)" if bf16 else _names(Counter([str(_compute(model))]))),
         Setting("4-bit layers", "", str(quantised), wants == (quantised > 0)),
@@ -145,15 +145,23 @@ def _adapter_settings(model: PeftModel, recipe: Recipe) -> list[Setting]:
 
 
 def _compute(model: nn.Module) -> str:
-    for module in model.modules():
-        if type(module).__name__ == "Linear4bit":
-            return str(module.compute_dtype).removeprefix("torch.")
+    if any(_is_4bit(parameter) for parameter in model.parameters()):
+        return str(model.config.quantization_config.bnb_4bit_compute_dtype).removeprefix("torch.")
     return str(next(p.dtype for p in model.parameters() if p.is_floating_point())).removeprefix("torch.")
 
 
 def _elements(parameter: nn.Parameter) -> int:
     # Two 4-bit weights share a byte.
-    return parameter.numel() * (2 if type(parameter).__name__ == "Params4bit" else 1)
+    return parameter.numel() * (2 if _is_4bit(parameter) else 1)
+
+
+def _type_name(parameter: nn.Parameter) -> str:
+    return "4 bits" if _is_4bit(parameter) else str(parameter.dtype).removeprefix("torch.")
+
+
+def _is_4bit(parameter: nn.Parameter) -> bool:
+    # By name: bitsandbytes is imported only by those who quantise.
+    return type(parameter).__name__ == "Params4bit"
 
 
 def _names(counts: Counter[str]) -> str:

@@ -1,0 +1,164 @@
+"""The SFT trainer as a user runs it: one command, a workspace, files and lines that come out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from sft_workspace import build, losses, run_record, train
+
+VARIANTS = {
+    "full": ["lora=null", "training.learning_rate=1.0e-3"],
+    "lora": [],
+    "dora": ["lora.use_dora=true"],
+    "rslora": ["lora.use_rslora=true"],
+    "qlora": ["lora.quantize_base=true"],
+}
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "sft_losses.json").read_text())
+# 4-bit kernels and bfloat16 adapters round differently from one CPU to the next.
+TOLERANCE = {"qlora": 5e-3}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A workspace with a complete LoRA run through the launcher and torchrun."""
+    root = build(tmp_path_factory.mktemp("lora"))
+    done = train(root, "output.merge=true", launch=True)
+    assert done.returncode == 0, done.stdout
+    (root / "log.txt").write_text(done.stdout)
+    return root
+
+
+def test_a_run_leaves_what_the_workspace_contract_says(finished: Path) -> None:
+    output = finished / "output"
+    record = run_record(finished)
+    assert record["status"] == "complete"
+    assert record["recipe"]["lora"]["r"] == 4
+    assert len(record["recipe_hash"]) == 64
+    assert record["metrics"]["steps"] == 6
+    assert record["metrics"]["eval_loss_after"] < record["metrics"]["eval_loss_before"]
+    assert {"adapter", "merged", "mask"} <= set(record["proofs"])
+    for name in ("adapter/adapter_model.safetensors", "adapter/tokenizer.json", "model/model.safetensors",
+                 "proof.json", "report.html", "metrics.jsonl", "samples.jsonl", "eval.json"):  # fmt: skip
+        assert (output / name).is_file(), name
+    samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 4
+    assert set(samples[0]) == {"prompt", "reference", "before", "after"}
+
+
+def test_the_log_holds_settings_mask_steps_and_proof(finished: Path) -> None:
+    log = (finished / "log.txt").read_text()
+    assert "trainable parameters     4,096" in log
+    assert "⟦" in log
+    assert "step 6/6  loss" in log
+    assert "proof of the adapter: passed" in log
+    assert "Warning" not in log
+    assert "Traceback" not in log
+
+
+def test_progress_ends_with_done(finished: Path) -> None:
+    assert json.loads((finished / "progress.json").read_text())["phase"] == "done"
+
+
+def test_running_it_again_does_nothing_and_says_so(finished: Path) -> None:
+    before = (finished / "output" / "run.json").read_bytes()
+    again = train(finished, "output.merge=true")
+    assert again.returncode == 0
+    assert "complete already" in again.stdout
+    assert (finished / "output" / "run.json").read_bytes() == before
+
+
+def test_another_recipe_is_refused_in_the_same_output(finished: Path) -> None:
+    other = train(finished, "lora.r=8", launch=True)
+    assert other.returncode == 2
+    assert "another recipe" in other.stdout
+    assert "delete" in other.stdout
+    assert json.loads((finished / "termination").read_text())["exit_code"] == 2
+
+
+def test_the_adapter_loads_with_peft_alone(finished: Path) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    model = AutoPeftModelForCausalLM.from_pretrained(finished / "output" / "adapter")
+    assert any("lora_B" in name and bool(parameter.abs().sum() > 0) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_losses_are_the_golden_ones(variant: str, tmp_path: Path) -> None:
+    root = build(tmp_path)
+    done = train(root, *VARIANTS[variant], "training.max_steps=4")
+    assert done.returncode == 0, done.stdout
+    assert losses(root) == pytest.approx(GOLDEN[variant], rel=TOLERANCE.get(variant, 1e-5))
+    assert "passed" in done.stdout
+
+
+def test_a_hub_model_stays_the_adapters_base(tmp_path: Path) -> None:
+    root = build(tmp_path)
+    manifest = root / "model" / "_manifest.json"
+    manifest.write_text(json.dumps({"source": "hf://some/model", "revision": "a" * 40}))
+    done = train(root, "model.uri=hf://some/model", "training.max_steps=1")
+    assert done.returncode == 0, done.stdout
+    config = json.loads((root / "output" / "adapter" / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("some/model", "a" * 40)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "words"),
+    [
+        (["lora.target_modules=[q_prj,v_proj]"], 2, ["'q_prj'", "q_proj"]),
+        (["lora.exclude_modules=[nothing_like_it]"], 2, ["nothing_like_it"]),
+        (["lora.layers_to_transform=[7]"], 2, ["no layer 7", "0 to 1"]),
+        (["resources.num_proc_per_node=2", "resources.strategy=zero3"], 2, ["zero3", "not in this release"]),
+        (["resources.num_proc_per_node=2"], 2, ["2 process(es)", "1 process(es)"]),
+        (["resources.gpu=1"], 5, ["asks for 1 GPU(s)", "resources.gpu=0"]),
+        (["training.max_length=32"], 3, ["max_length=64"]),
+        (["model.attn_implementation=flash_attention_2"], 5, ["flash", "sdpa"]),
+        (["training.report_to=[wandb]"], 5, ["pip install wandb"]),
+    ],
+)
+def test_what_cannot_be_had_stops_the_run(overrides: list[str], code: int, words: list[str], tmp_path: Path) -> None:
+    root = build(tmp_path)
+    done = train(root, *overrides)
+    assert done.returncode == code, done.stdout
+    assert "Traceback" not in done.stdout
+    for word in words:
+        assert word in done.stdout
+    assert json.loads((root / "termination").read_text())["exit_code"] == code
+
+
+def test_a_corrected_recipe_may_use_the_output_of_a_start_that_got_nowhere(tmp_path: Path) -> None:
+    root = build(tmp_path)
+    assert train(root, "lora.target_modules=[nope]").returncode == 2
+    done = train(root, "training.max_steps=1")
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_method_without_a_trainer_is_named(tmp_path: Path) -> None:
+    root = build(tmp_path)
+    (root / "recipe.yaml").write_text("method: dpo\nmodel: file:///m\ndataset: file:///d\n")
+    done = train(root)
+    assert done.returncode == 2
+    assert "no trainer for method 'dpo'" in done.stdout
+
+
+def test_lora_config_in_the_environment_is_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sft_workspace
+
+    root = build(tmp_path)
+    plain = sft_workspace.environment(root)
+    monkeypatch.setattr(sft_workspace, "environment", lambda _: plain | {"LORA_CONFIG": '{"r": 2, "lora_alpha": 2}'})
+    done = train(root, "training.max_steps=1")
+    assert done.returncode == 0, done.stdout
+    assert run_record(root)["recipe"]["lora"]["r"] == 2
+
+
+def test_losses_that_leave_the_numbers_stop_the_run(tmp_path: Path) -> None:
+    root = build(tmp_path)
+    done = train(root, "lora=null", "training.learning_rate=1.0e+30", "training.max_grad_norm=0",
+                 "training.lr_scheduler_type=constant", launch=True)  # fmt: skip
+    assert done.returncode == 4, done.stdout
+    assert "training.learning_rate" in done.stdout
+    assert "Traceback" not in done.stdout
+    assert run_record(root)["status"] == "failed"
+    assert json.loads((root / "termination").read_text())["exit_code"] == 4

@@ -1,0 +1,186 @@
+"""`python -m trainers.launch torchrun -m trainers ...`: run torchrun and end as its training processes did.
+
+torchrun alone gives its processes 30 seconds after SIGTERM and always exits 1. Here SIGTERM goes to the training
+processes themselves, which then have the Pod's whole grace period to save; the exit code is that of the process that
+failed first, 143 after a stop, and 5 when torchrun could not start them (port in use, no rendezvous). A second signal
+kills. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from blueprints.errors import BlueprintError, EnvironmentFault, ExitCode, JobFailedError, UsageError
+from blueprints.termination import write_termination
+from trainers.process import LAUNCH_DIR, LAUNCH_PID
+
+KEPT_LINES = 60
+"""Lines of torchrun's own output that are shown when it fails by itself."""
+DRAIN_SECONDS = 5.0
+"""Patience with torchrun's output after it has ended."""
+KILLED = re.compile(r"exitcode\s*:\s*-(\d+)\s*\(pid: (\d+)\)")
+NO_START = re.compile(
+    r"EADDRINUSE|[Aa]ddress already in use|rendezvous|Rendezvous|DistNetworkError|DistStoreError|timed out"
+)
+
+
+class Launcher:
+    """One torchrun and the training processes under it.
+
+    Args:
+        command: the command line, torchrun first.
+        directory: private directory where the processes leave their ids and exit codes.
+    """
+
+    def __init__(self, command: Sequence[str], directory: Path) -> None:
+        self.directory = directory
+        self.stopping = False
+        self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        environment = os.environ | {LAUNCH_DIR: str(directory), LAUNCH_PID: str(os.getpid())}
+        # Signals must come through here alone: a Ctrl-C at a terminal goes to a whole process group.
+        self.torchrun = subprocess.Popen(
+            command, env=environment, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        """Keep what torchrun itself says: noise after a failure that a training process has explained already."""
+        assert self.torchrun.stderr is not None
+        for line in self.torchrun.stderr:
+            self._lines.append(line.rstrip())
+
+    def on_signal(self, _signum: int, _frame: FrameType | None) -> None:
+        """First signal: ask every training process to save and end. Second: kill."""
+        if self.stopping:
+            self.kill()
+            return
+        self.stopping = True
+        (self.directory / "stop").touch()
+        pids = self.workers()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        if not pids:
+            # Nothing is trained yet, so there is nothing to save.
+            self.torchrun.terminate()
+
+    def workers(self) -> list[int]:
+        """Process ids of the training processes that have started and not ended."""
+        found = []
+        for path in self.directory.glob("rank-*.pid"):
+            if not path.with_suffix(".exit").exists():
+                text = path.read_text()
+                if text:
+                    found.append(int(text))
+        return found
+
+    def kill(self) -> None:
+        """End everything at once."""
+        for pid in self.workers():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.torchrun.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        """Wait for torchrun's end.
+
+        Returns:
+            the exit code for the container.
+        """
+        code = self.torchrun.wait()
+        self._reader.join(DRAIN_SECONDS)
+        failed = self._failures()
+        if code == 0 and not failed:
+            return int(ExitCode.DONE)
+        if failed:
+            return failed[0][1]
+        if self.stopping:
+            return int(ExitCode.TERMINATED)
+        return self._unexplained(code)
+
+    def _failures(self) -> list[tuple[float, int]]:
+        """Time and code of every training process that ended with another code than 0, in order of time.
+
+        A stop on request comes last: of two ranks the one that failed by itself is the cause.
+        """
+        found = []
+        for path in self.directory.glob("rank-*.exit"):
+            code, when = path.read_text().split()
+            if int(code):
+                found.append((float(when), int(code)))
+        return sorted(found, key=lambda entry: (entry[1] == ExitCode.TERMINATED and not self.stopping, entry[0]))
+
+    def _unexplained(self, code: int) -> int:
+        """No training process has said why: it was killed, it crashed, or torchrun did not get to start one."""
+        said = "\n".join(self._lines)
+        killed = KILLED.search(said)
+        error: BlueprintError
+        if killed:
+            number = int(killed[1])
+            name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+            memory = "; SIGKILL usually means that the machine's or the container's memory was used up"
+            error = JobFailedError(
+                f"a training process was killed by {name}{memory if number == signal.SIGKILL else ''}",
+                where=f"pid {killed[2]}",
+                todo="give it more memory or lower training.per_device_train_batch_size; the same command goes on from "
+                "the last checkpoint",
+            )
+        else:
+            print(said, file=sys.stderr)
+            started = any(self.directory.glob("rank-*.pid"))
+            if started and not NO_START.search(said):
+                error = JobFailedError(
+                    f"the training processes ended without saying why (torchrun: exit code {code})",
+                    todo="see the lines above; the same command goes on from the last checkpoint",
+                )
+            else:
+                error = EnvironmentFault(
+                    f"torchrun could not start the training processes (exit code {code}): {_cause(self._lines)}",
+                    where=f"{os.environ.get('PET_MASTER_ADDR', '')}:{os.environ.get('PET_MASTER_PORT', '')}".strip(":"),
+                    todo="see the lines above: is the port free, and can all nodes reach the first one?",
+                )
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        write_termination(error)
+        return int(error.exit_code)
+
+
+def _cause(lines: Sequence[str]) -> str:
+    """The last line that names an error."""
+    named = [line.strip() for line in lines if re.match(r"\s*[\w.]*(Error|Exception)\b", line)]
+    return (named or [line.strip() for line in lines if line.strip()] or ["it said nothing"])[-1][:400]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command given as arguments; see the module's docstring for the exit codes."""
+    command = list(sys.argv[1:] if argv is None else argv)
+    if not command or command[0] in ("-h", "--help"):
+        print("usage: python -m trainers.launch torchrun [OPTION]... -m trainers --recipe NAME [key=value]...")
+        return int(ExitCode.DONE if command else ExitCode.USER_INPUT)
+    with tempfile.TemporaryDirectory(prefix="llm-blueprints-") as directory:
+        try:
+            launcher = Launcher(command, Path(directory))
+        except (FileNotFoundError, PermissionError) as error:
+            fault = UsageError(f"cannot run {command[0]!r}: {error.strerror}", todo="give torchrun's command line")
+            print(f"error: {fault}", file=sys.stderr)
+            write_termination(fault)
+            return int(fault.exit_code)
+        signal.signal(signal.SIGTERM, launcher.on_signal)
+        signal.signal(signal.SIGINT, launcher.on_signal)
+        return launcher.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
