@@ -59,7 +59,7 @@ def train_job(loaded: LoadedRecipe, runtime: Manifest, *, name: str | None = Non
         raise UsageError("the runtime's trainer names no recipe", where=where, todo="add --recipe NAME to its args")
     overrides = overrides_between(load_recipe(base, environ={}).recipe, recipe)
     metadata = {
-        "name": name or default_name(loaded, runtime),
+        "name": default_name(loaded, runtime) if name is None else name,
         "labels": {**MANAGED_BY, **dict(sorted(recipe.runtime.labels.items()))},
         "annotations": {RECIPE_HASH: recipe.hash()},
     }

@@ -33,12 +33,12 @@ def train(args: argparse.Namespace) -> int:
     """`blueprints train`: run a recipe as a job and follow it."""
     loaded = _load(args)
     runtime = runtime_for(loaded.recipe)
-    job = train_job(loaded, runtime, name=args.name or default_name(loaded, runtime, unique=True))
+    name = default_name(loaded, runtime, unique=True) if args.name is None else args.name
+    job = train_job(loaded, runtime, name=name)
     require_valid(job, runtime)
     if args.dry_run:
         return _dry_run(job, resolve(job, runtime), as_json=args.json)
     backend = LocalBackend()
-    name = job["metadata"]["name"]
     stream = sys.stderr if args.json else sys.stdout
     with _Signals() as signals:
         outcome = backend.start(job, runtime, resume=_resume_command(args, name))
