@@ -21,13 +21,13 @@ from initializers.prepare import Plan, Preparer, SplitReport, held_out, make_pla
 from initializers.settings import Request, Settings
 from initializers.sources import Resolved, source_for
 from initializers.sources.file import local_path
+from initializers.sources.types import PREPARED
 from initializers.tokens import ChatTokenizer, load_tokenizer, tokenizer_digest
 from initializers.workspace import Area, digest, link_file
 
 FETCH_VERSION = 1
 """Raise it when a fetch would bring other files for the same request."""
 FAULTS_FILE = "dataset.faults.json"
-PREPARED = "prepared"
 PACKAGES = ("transformers", "tokenizers", "jinja2")
 """Libraries whose version is part of the preparation's fingerprint."""
 

@@ -178,6 +178,14 @@ def test_json_without_rows(tmp_path: Path, content: bytes) -> None:
         prepare(tmp_path, tmp_path / "rows.json")
 
 
+def test_a_line_beyond_the_limit_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("initializers.containers.LINE_LIMIT", 1 << 20)
+    (tmp_path / "rows.jsonl").write_bytes(GOOD + b'\n{"x": "' + b"x" * (2 << 20) + b'"}\n' + GOOD)
+    (fault,) = faults_of(tmp_path, tmp_path / "rows.jsonl")
+    assert fault.where == "rows.jsonl:2"
+    assert "longer than 1 MiB" in fault.problem
+
+
 def test_utf16_says_how_to_convert(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(CHAT) + "\n", encoding="utf-16")
     (fault,) = faults_of(tmp_path, tmp_path / "rows.jsonl")

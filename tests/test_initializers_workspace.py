@@ -276,6 +276,19 @@ def test_sources_that_cannot_be_used(tmp_path: Path, uri: str, match: str) -> No
     assert caught.value.exit_code in (2, 3)
 
 
+def test_a_workspace_can_be_the_source_of_another(tmp_path: Path, env: dict[str, str]) -> None:
+    step("dataset", env)
+    again = env | {"STORAGE_URI": f"file://{tmp_path}/work/dataset", "BLUEPRINTS_WORKSPACE": f"{tmp_path}/other"}
+    for _ in range(2):
+        step("model", again | {"STORAGE_URI": f"file://{tmp_path}/work/model"})
+    step("dataset", again)
+    assert [item["path"] for item in manifest(tmp_path / "other")["files"]] == ["rows.jsonl"]
+    assert sequences(tmp_path / "other") == sequences(tmp_path / "work")
+    write_jsonl(tmp_path / "src" / "prepared" / "train.jsonl", [CHAT])
+    with pytest.raises(UsageError, match="prepared/, which the workspace keeps"):
+        step("dataset", env | {"STORAGE_URI": f"file://{tmp_path}/src"})
+
+
 def test_exit_codes_of_settings(tmp_path: Path, rows: Path) -> None:
     env = environment(tmp_path / "work", rows, recipe=recipe_file(tmp_path))
     for bad in ("[1]", "{}", "x", '["a"', '["sft.packin=true"]'):

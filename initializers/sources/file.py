@@ -11,7 +11,7 @@ from urllib.parse import unquote
 from blueprints.errors import DataError, UsageError
 from initializers.settings import Request
 from initializers.sources.builtin import copy_all
-from initializers.sources.types import Resolved, hidden, ignored
+from initializers.sources.types import Resolved, hidden, ignored, made_by_steps
 
 
 class FileSource:
@@ -142,8 +142,11 @@ def _walk(root: Path) -> Iterator[tuple[str, Path]]:
 
 def _usable(files: Mapping[str, Path], request: Request) -> dict[str, Path]:
     usable: dict[str, Path] = {}
-    for relative, path in sorted(files.items()):
-        if hidden(relative) or ignored(relative, request.ignore_patterns):
+    wanted = [name for name in sorted(files) if not hidden(name) and not ignored(name, request.ignore_patterns)]
+    own = made_by_steps(wanted, request.kind)
+    for relative in wanted:
+        path = files[relative]
+        if relative in own:
             continue
         if not path.exists():
             raise UsageError(f"{path} is a link to {path.readlink()}, which does not exist", where="STORAGE_URI")

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from blueprints.errors import BlueprintError, DataError, EnvironmentFault, UsageError
 from initializers.settings import Request
-from initializers.sources.types import Resolved, hidden, ignored
-from initializers.workspace import FileEntry, entry
+from initializers.sources.types import Resolved, hidden, ignored, made_by_steps
+from initializers.workspace import MANIFEST, FileEntry, entry
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoFile
@@ -125,6 +125,8 @@ def _choose_rows(listed: Sequence[RepoFile], request: Request, name: HubName) ->
         for file in listed
         if file.path.startswith(folder) and not hidden(file.path) and not ignored(file.path, request.ignore_patterns)
     ]
+    own = made_by_steps([file.path for file in chosen], request.kind)
+    chosen = [file for file in chosen if file.path not in own]
     if not chosen:
         what = f"the folder {name.folder}" if folder else "the repository"
         raise DataError(
@@ -145,7 +147,7 @@ def _choose_model(listed: Sequence[RepoFile], request: Request) -> list[RepoFile
         file
         for file in listed
         if not hidden(file.path)
-        and not ignored(file.path, skip)
+        and not ignored(file.path, [*skip, MANIFEST])
         and (request.trust_remote_code or not file.path.endswith(".py"))
     ]
     safe = [file for file in chosen if file.path.endswith(".safetensors")]

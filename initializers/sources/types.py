@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from initializers.workspace import FileEntry
+from blueprints.errors import UsageError
+from initializers.settings import Kind
+from initializers.workspace import MANIFEST, FileEntry
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,29 @@ class Resolved:
     revision: str | None
     files: tuple[FileEntry, ...]
     notes: tuple[str, ...] = ()
+
+
+PREPARED = "prepared"
+"""Directory of a data set in the workspace that holds what was made of its rows."""
+
+
+def made_by_steps(names: Collection[str], kind: Kind) -> set[str]:
+    """The files of a source that an earlier step made, where the source is itself a directory of a workspace.
+
+    Raises:
+        UsageError: the source has files of its own under the name of the prepared rows.
+    """
+    own = {name for name in names if name == MANIFEST}
+    if kind == "dataset":
+        prepared = {name for name in names if name.startswith(f"{PREPARED}/")}
+        if prepared and not own:
+            raise UsageError(
+                f"the source has a directory {PREPARED}/, which the workspace keeps for prepared rows",
+                where="STORAGE_URI",
+                todo=f"rename it, name it as the source itself, or leave it out: IGNORE_PATTERNS={PREPARED}/*",
+            )
+        own |= prepared
+    return own
 
 
 def hidden(relative: str) -> bool:
