@@ -494,18 +494,22 @@ def detect(rows: Iterable[Any], method: str, asked: str, columns: Mapping[str, s
     """
     usable = formats_of(method)
     check_columns(columns)
+    seen_rows = [rename(row, columns) for row in rows if isinstance(row, dict)]
     names: dict[str, Any] = {}
-    for row in rows:
-        if isinstance(row, dict):
-            for key, value in rename(row, columns).items():
-                if names.get(key) is None:
-                    names[key] = value
+    for row in seen_rows:
+        for key, value in row.items():
+            if names.get(key) is None:
+                names[key] = value
     if asked != "auto":
         return _asked(asked, usable, method), f"dataset.format is {asked}"
     found = [item for item in FORMATS.values() if all(column in names for column in item.required)]
     fitting = [item for item in found if item.name in usable]
     mapped = [item for item in fitting if columns and set(columns) <= {*item.required, *item.optional}]
     fitting = mapped or fitting
+    structured = [item for item in fitting if item.name != "text"]
+    if len(fitting) == 2 and len(structured) == 1 and _text_repeats(structured[0], seen_rows):
+        columns_seen = ", ".join(structured[0].required)
+        return structured[0], f"the rows have {columns_seen}, and their column text repeats these"
     if len(fitting) > 1:
         raise _ambiguous(fitting, names)
     if not fitting:
@@ -515,6 +519,26 @@ def detect(rows: Iterable[Any], method: str, asked: str, columns: Mapping[str, s
     if chosen.name in ("messages", "sharegpt"):
         return chosen, f"the rows have a column {seen}"
     return chosen, f"the rows have the columns {seen}" if "," in seen else f"the rows have the column {seen}"
+
+
+def _text_repeats(item: Format, rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the column `text` is a rendering of the format's own columns, as in the Alpaca data set."""
+    complete = [row for row in rows if isinstance(row.get("text"), str)]
+    return bool(complete) and all(
+        text.strip() in row["text"]
+        for row in complete
+        for column in item.required
+        for text in _strings(row.get(column))
+    )
+
+
+def _strings(value: Any) -> list[str]:
+    """The texts in a field: itself, or what its messages say."""
+    if isinstance(value, str):
+        return [value]
+    messages = [message for message in value if isinstance(message, dict)] if isinstance(value, list) else []
+    said = [message.get(key) for message in messages for key in ("content", "value")]
+    return [text for text in said if isinstance(text, str)]
 
 
 def _asked(asked: str, usable: Sequence[str], method: str) -> Format:

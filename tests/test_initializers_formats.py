@@ -31,6 +31,7 @@ from initializers_kit import (
 )
 
 from blueprints.errors import BlueprintError, DataError, ExitCode, RowsError, UsageError
+from initializers import formats
 
 RENDERED = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n{ANSWER}<|im_end|>\n"
 TRAINED = f"{ANSWER}<|im_end|>"
@@ -307,3 +308,19 @@ def test_a_recipe_is_not_needed_to_fetch(tmp_path: Path) -> None:
     assert (tmp_path / "work" / "dataset" / "rows.jsonl").read_bytes() == rows.read_bytes()
     assert "prepared" not in manifest(tmp_path / "work")
     assert sequences(tmp_path / "work") == []
+
+
+ALPACA = {"instruction": "Name a colour.", "input": "", "output": "Blue."}
+
+
+def test_a_text_column_that_repeats_the_row_is_no_second_format() -> None:
+    rows = [ALPACA | {"text": "### Instruction:\nName a colour.\n\n### Response:\nBlue."}]
+    chosen, reason = formats.detect(rows, "sft", "auto", {})
+    assert chosen.name == "alpaca"
+    assert "column text repeats" in reason
+
+
+def test_a_text_column_of_its_own_is_ambiguous() -> None:
+    rows = [ALPACA | {"text": "Something else."}]
+    with pytest.raises(UsageError, match="several formats"):
+        formats.detect(rows, "sft", "auto", {})
