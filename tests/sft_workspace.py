@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
 
 ROOT = Path(__file__).parents[1]
 WORDS = [f"w{index}" for index in range(40)]
@@ -153,6 +154,18 @@ def train(root: Path, *overrides: str, **how: Any) -> subprocess.CompletedProces
         command(root, *overrides, **how), env=environment(root), cwd=root, text=True, timeout=300,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
     )  # fmt: skip
+
+
+def train_here(root: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> int:
+    """Run the trainer in this process, which has its libraries imported already; errors are raised."""
+    from trainers.__main__ import main
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LORA_CONFIG", "BLUEPRINTS_LAUNCH_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("BLUEPRINTS_WORKSPACE", str(root))
+    monkeypatch.setenv("BLUEPRINTS_PROGRESS", str(root / "progress.json"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for the proof's process
+    return main(["--recipe", str(root / "recipe.yaml"), *overrides])
 
 
 def losses(root: Path) -> list[float]:

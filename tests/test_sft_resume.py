@@ -70,15 +70,15 @@ def test_a_run_killed_at_a_random_step_ends_as_the_unbroken_one(unbroken: Path, 
 
 
 @pytest.mark.parametrize("damage", ["truncated", "changed", "unsealed"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
-    damage: str, unbroken: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(damage: str, unbroken: Path, tmp_path: Path) -> None:
     root = build(tmp_path)
     process = start(root, *STEPS)
     wait_for_step(root, 14, process)
     process.kill()
     process.wait()
-    newest = max((root / "output").glob("checkpoint-*/complete.json"), key=lambda path: int(path.parent.name[11:])).parent
+    newest = max(
+        (root / "output").glob("checkpoint-*/complete.json"), key=lambda path: int(path.parent.name[11:])
+    ).parent
     weights = newest / "adapter_model.safetensors"
     if damage == "truncated":
         os.truncate(weights, 100)

@@ -33,7 +33,7 @@ class StepReports(TrainerCallback):
     def __init__(self, path: Path, progress: Progress, *, main: bool) -> None:
         self.path, self.progress, self.main = path, progress, main
         self._since: tuple[float, float] | None = None
-        self._started = 0.0
+        self.started = 0.0
         self._first_step = 0
         self.tokens_per_second = 0.0
         self._training = False
@@ -49,7 +49,7 @@ class StepReports(TrainerCallback):
     def begin(self, step: int, num_tokens: float) -> None:
         """Go on from `step`: lines of later steps, written by a run that was killed, are taken back."""
         self._since, self._first_step = (time.monotonic(), num_tokens), step
-        self._started = time.monotonic()
+        self.started = time.monotonic()
         if self.main:
             kept = [line for line in read_metrics(self.path) if line["step"] <= step]
             write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
@@ -80,7 +80,7 @@ class StepReports(TrainerCallback):
             _print_line(f"step {state.global_step}/{state.max_steps}  held-out loss {logs['eval_loss']:.4f}")
             return
         done = state.global_step - self._first_step
-        eta = (state.max_steps - state.global_step) * (time.monotonic() - self._started) / max(1, done)
+        eta = (state.max_steps - state.global_step) * (time.monotonic() - self.started) / max(1, done)
         self.progress.update(
             "train",
             state.global_step,
@@ -135,11 +135,36 @@ class StopOnRequest(TrainerCallback):
         return control
 
 
-class GradientsArrive(TrainerCallback):
-    """Before the first update: every trainable parameter has a gradient, or something asked for is not trained."""
+class FirstStepChecks(TrainerCallback):
+    """At the first step: every trainable parameter has a gradient, and all processes take the same step."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: World) -> None:
+        self.world = world
         self._checked = False
+        self._compared = world.size == 1
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Transformers' event: weights are changed. Data-parallel processes must hold the same ones."""
+        if self._compared or model is None:
+            return
+        self._compared = True
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        mine = torch.stack([parameter.detach().double().sum() for parameter in trained]).sum()
+        sums = [torch.zeros_like(mine) for _ in range(self.world.size)]
+        torch.distributed.all_gather(sums, mine)
+        if any(not torch.allclose(other, sums[0], rtol=1e-9, atol=0) for other in sums):
+            raise JobFailedError(
+                "the training processes hold different weights after the first step: they do not share gradients",
+                where="first step",
+                todo="this is a fault of llm-blueprints: please report it",
+            )
 
     def on_pre_optimizer_step(
         self,

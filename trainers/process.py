@@ -99,12 +99,12 @@ class Stop:
         if not self._deferred:
             raise SystemExit(int(ExitCode.TERMINATED))
 
-    def __enter__(self) -> Stop:
-        """Within the block a signal only sets `asked`."""
+    def at_step_end(self) -> None:
+        """From now on a signal only sets `asked`."""
         self._deferred = True
-        return self
 
-    def __exit__(self, *_exc: object) -> None:
+    def at_once(self) -> None:
+        """From now on a signal ends the process."""
         self._deferred = False
 
 

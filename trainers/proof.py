@@ -66,10 +66,7 @@ def tensor_hash(tensor: torch.Tensor) -> str:
 
 def hashes(model: nn.Module) -> dict[str, str]:
     """sha256 of every tensor the artifact must hold: the adapter's, or all of the model's."""
-    if isinstance(model, PeftModel):
-        tensors = get_peft_model_state_dict(model)
-    else:
-        tensors = dict(model.named_parameters())
+    tensors = get_peft_model_state_dict(model) if isinstance(model, PeftModel) else dict(model.named_parameters())
     return {name: tensor_hash(tensor) for name, tensor in tensors.items()}
 
 

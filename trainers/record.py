@@ -185,6 +185,9 @@ class Record:
             # A full disk is what is being reported: that report must not be lost over the record of it.
             if error is None:
                 raise
+        finally:
+            if self._lock is not None:
+                self._lock.close()
 
 
 def now() -> str:

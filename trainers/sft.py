@@ -19,12 +19,12 @@ from trainers.quiet import quiet
 quiet(main=world().main)
 
 import torch  # noqa: E402 - its loggers are set up first
-from transformers import PrinterCallback  # noqa: E402
+from transformers import PrinterCallback, TrainerCallback, TrainerState  # noqa: E402
 from trl import SFTConfig, SFTTrainer  # noqa: E402
 
 from trainers import evaluate, proof, prove, report  # noqa: E402
 from trainers.artifact import save_artifact  # noqa: E402
-from trainers.callbacks import GradientsArrive, StepReports, StopOnRequest, duration  # noqa: E402
+from trainers.callbacks import FirstStepChecks, StepReports, StopOnRequest, duration  # noqa: E402
 from trainers.checkpoint import Checkpoint, ResumableTrainer, newest_valid, write_json, write_text  # noqa: E402
 from trainers.data import PreparedData, open_prepared, read_manifest, with_labels  # noqa: E402
 from trainers.mask import for_terminal, mask_proof  # noqa: E402
@@ -73,7 +73,7 @@ def train(loaded: LoadedRecipe, overrides: tuple[str, ...]) -> int:
             eval_dataset=held_out,
             processing_class=tokenizer,
             peft_config=adapter_config(recipe.lora, model) if recipe.lora else None,
-            callbacks=[reports, stop, GradientsArrive()],
+            callbacks=[reports, stop, FirstStepChecks(here)],
         )
         trainer.remove_callback(PrinterCallback)
         trainer.log_every, trainer.keep, stop.trainer = (
@@ -93,13 +93,10 @@ def train(loaded: LoadedRecipe, overrides: tuple[str, ...]) -> int:
             proofs=record.data["proofs"] | {"mask": masks},
         )
         measures = Measures(trainer, recipe, tokenizer, held_out, where.output, progress)
-        measures.take("before")
-
-        began = time.monotonic()
-        reports.begin(trainer.state.global_step if checkpoint is None else checkpoint.step, trainer._total_train_tokens)
-        with STOP:
-            trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
-        record.measure(**training_metrics(trainer, record, time.monotonic() - began))
+        trainer.add_callback(BeforeStepOne(measures, reports))
+        trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
+        STOP.at_once()
+        record.measure(**training_metrics(trainer, record, time.monotonic() - reports.started))
         if stop.stopped:
             say(
                 f"stopped on request at step {trainer.state.global_step}: run the same command again to go on from there"
@@ -315,6 +312,26 @@ class Measures:
             for name, key in (("eval_loss", "loss"), ("exact_match", "exact_match"))
             if when in self.found and key in self.found[when]
         }
+
+
+class BeforeStepOne(TrainerCallback):
+    """The measures from before training, taken once the model stands as it is trained.
+
+    Not earlier: a model that Transformers has evaluated is never wrapped for data parallelism afterwards, and each
+    process would train for itself.
+    """
+
+    def __init__(self, measures: Measures, reports: StepReports) -> None:
+        self.measures, self.reports = measures, reports
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Transformers' event: all is prepared and loaded, no step is done."""
+        trainer = self.measures.trainer
+        # Whether it is measured or was measured by an earlier start, training must meet the same random numbers.
+        with torch.random.fork_rng():
+            self.measures.take("before")
+        self.reports.begin(state.global_step, trainer._total_train_tokens)
+        STOP.at_step_end()
 
 
 def training_metrics(trainer: Trainer, record: Record, seconds: float) -> dict[str, float | int]:
