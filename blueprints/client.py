@@ -50,7 +50,6 @@ __all__ = [
 ]
 
 STATES = ("Created", "Running", "Complete", "Failed")
-STATUSES_WITH_LOGS = ("Succeeded", "Failed")
 
 
 class WaitFailedError(JobFailedError, RuntimeError):
@@ -211,6 +210,8 @@ class TrainerClient:
                     name=step.name,
                     status=step.status,
                     pod_name=f"{status.name}-{step.replicated_job}-0-{step.index}",
+                    device="gpu" if step.gpus else "cpu",
+                    device_count=str(step.gpus) if step.gpus else "Unknown",
                     exit_code=step.exit_code,
                 )
                 for step in status.steps

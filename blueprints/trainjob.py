@@ -83,7 +83,7 @@ def default_name(loaded: LoadedRecipe, runtime: Manifest, *, unique: bool = Fals
     """
     digits = secrets.token_hex(_SUFFIX_DIGITS // 2) if unique else loaded.recipe.hash()[:_SUFFIX_DIGITS]
     limit = name_limit(runtime, loaded.recipe.resources.num_nodes) - _SUFFIX_DIGITS - 1
-    source = loaded.source or loaded.recipe.method
+    source = loaded.recipe.method if loaded.source == "python" else loaded.source
     stem = re.split(r"[/\\]", source)[-1].lower().removesuffix(".yaml").removesuffix(".yml")
     base = re.sub(r"[^a-z0-9]+", "-", stem).lstrip("-0123456789")[:limit].strip("-")
     return f"{base or loaded.recipe.method}-{digits}"

@@ -101,6 +101,7 @@ def test_runtime_may_come_from_the_configuration_and_names_are_made(client: Trai
     first = client.train(trainer=BuiltinTrainer(config=config))
     second = client.train(trainer=BuiltinTrainer(config=config))
     assert first != second
+    assert first.startswith("sft-")
     assert client.get_job(first).num_nodes == 2
     assert [step.name for step in client.get_job(first).steps][2:] == ["node-0", "node-1"]
 

@@ -109,6 +109,20 @@ def test_environment_is_the_pods_and_not_the_callers(backend: LocalBackend, monk
     assert not {"LORA_CONFIG", "BLUEPRINTS_RECIPE", "STORAGE_URI", "RANK"} & set(env)
 
 
+def test_steps_see_the_gpus_they_ask_for(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7")
+    show = python("import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']))")
+    gpu = {"resourcesPerNode": {"limits": {"nvidia.com/gpu": 1}}}
+    backend.start(tiny_job("two", nodes=2, trainer=gpu), tiny_runtime(show, dataset=show))
+    backend.start(tiny_job("four", nodes=4, trainer=gpu), tiny_runtime(show))
+    assert backend.wait("two", timeout=WAIT).notes == []
+    assert printed(backend, "two", "dataset-initializer") == ["''"]  # it asks for none
+    assert [printed(backend, "two", node) for node in ("node-0", "node-1")] == [["'3'"], ["'5'"]]
+    assert backend.wait("four", timeout=WAIT).notes == [
+        "the recipe asks for 4 GPU(s), this machine shows 3: set resources.gpu to match"
+    ]
+
+
 def test_a_local_path_of_the_user_is_not_mistaken_for_the_workspace(backend: LocalBackend) -> None:
     job = tiny_job(trainer={"args": ["file:///workspace/rows.jsonl", "a=/workspace/x", "/workspaces/y"]})
     backend.start(job, tiny_runtime(["echo"]))

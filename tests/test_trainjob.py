@@ -53,7 +53,7 @@ def test_manifest_is_the_golden_one(case: str) -> None:
     path = GOLDEN / f"{case}.yaml"
     if os.environ.get("UPDATE_GOLDEN"):
         path.write_text(to_yaml(job), encoding="utf-8")
-    assert to_yaml(job) == path.read_text(encoding="utf-8")
+    assert to_yaml(job) == path.read_text(encoding="utf-8"), "if the change is meant, run again with UPDATE_GOLDEN=1"
     assert check_train_job(job, get_runtime("llm-sft")) == []
 
 

@@ -43,6 +43,8 @@ class StepStatus:
     name: str
     replicated_job: str
     index: int
+    gpus: int = 0
+    """GPUs it asks for."""
     status: str = "Pending"
     """`Pending`, `Running`, `Succeeded` or `Failed`: the phases of a Pod."""
     pid: int | None = None
@@ -104,7 +106,11 @@ class JobStatus:
 
 def now() -> str:
     """The time in UTC, as RFC 3339 with milliseconds."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return _timestamp(datetime.now(UTC))
+
+
+def _timestamp(moment: datetime) -> str:
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def seconds_between(start: str | None, end: str | None) -> float | None:
@@ -212,7 +218,7 @@ class JobDirectory:
         age = seconds_between(status.started or status.created, None) or 0.0
         if status.finished or (status.supervisor_pid is None and age < START_SECONDS):
             return status
-        return _lost(status)
+        return _lost(status, (self.path / "status.json").stat().st_mtime)
 
     def _stored_status(self) -> JobStatus:
         return JobStatus.from_dict(json.loads((self.path / "status.json").read_text(encoding="utf-8")))
@@ -262,11 +268,12 @@ def _try_lock(file: IO[bytes], mode: int) -> bool:
     return True
 
 
-def _lost(status: JobStatus) -> JobStatus:
+def _lost(status: JobStatus, last_seen: float) -> JobStatus:
+    status.ended = status.ended or _timestamp(datetime.fromtimestamp(last_seen, UTC))
     status.state, status.reason, status.exit_code = FAILED, "SupervisorLost", 4
     status.message = "the process that supervised the job is gone (killed, or the machine was restarted)"
     status.todo = f"run it again and it goes on where it stopped: {status.resume}" if status.resume else "run it again"
     for step in status.steps:
         if step.status == "Running":
-            step.status = "Failed"
+            step.status, step.pid, step.ended = "Failed", None, status.ended
     return status

@@ -365,7 +365,7 @@ def _tail(path: Path) -> str:
 
 def fresh_steps(steps: Iterable[Step]) -> list[StepStatus]:
     """The status of steps that have not started."""
-    return [StepStatus(step.name, step.replicated_job, step.index) for step in steps]
+    return [StepStatus(step.name, step.replicated_job, step.index, requested_gpus(step)) for step in steps]
 
 
 def main(argv: list[str]) -> int:

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from blueprints.backends.local import ALREADY_COMPLETE, RESUMED, LocalBackend, require_libraries
 from blueprints.backends.results import Run, read_run
 from blueprints.backends.state import COMPLETE, JobDirectory, JobStatus, seconds_between
-from blueprints.cli.live import View, duration, elapsed, open_view, progress_of
+from blueprints.cli.live import View, describe, duration, elapsed, open_view, progress_of
 from blueprints.cli.outcome import print_failure, print_results
 from blueprints.errors import EnvironmentFault, ExitCode, JobFailedError, UsageError
 from blueprints.manifests import require_valid
@@ -46,7 +46,10 @@ def train(args: argparse.Namespace) -> int:
         if args.detach and outcome != ALREADY_COMPLETE:
             return _detached(backend, name, as_json=args.json)
         _say_started(stream, outcome, directory)
-        status = _follow(backend, directory, open_view(stream), signals)
+        if outcome == ALREADY_COMPLETE:
+            status = directory.read_status()
+        else:
+            status = _follow(backend, directory, open_view(stream), signals)
     if signals.detach:
         print(f"the job goes on: `blueprints logs {name} --follow`", file=sys.stderr)
         return int(ExitCode.TERMINATED)
@@ -112,10 +115,13 @@ def get(args: argparse.Namespace) -> int:
     print(f"  runtime    {status.runtime}, {status.num_nodes} node{'' if status.num_nodes == 1 else 's'}")
     print(f"  created    {status.created}{f', ran {duration(ran)}' if ran is not None else ''}")
     print(f"  directory  {directory.path}")
+    reports = progress_of(directory, status)
     for step in status.steps:
         code = "" if step.exit_code is None else f", exit code {step.exit_code}"
         attempts = f", attempt {step.attempts}" if step.attempts > 1 else ""
-        print(f"  {step.name:<20} {step.status:<10} {elapsed(step):>8}{code}{attempts}")
+        report = reports.get(step.name) if step.status == "Running" else None
+        doing = f", {report['phase']} {describe(report)}".rstrip() if report else ""
+        print(f"  {step.name:<20} {step.status:<10} {elapsed(step):>8}{code}{attempts}{doing}")
     _show_end(status, directory, as_json=False)
     return 0
 
@@ -224,8 +230,9 @@ class _Signals:
 
     def __enter__(self) -> _Signals:
         self._before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-        for number in self._before:
-            signal.signal(number, self._note)
+        for number, handler in self._before.items():
+            if number != signal.SIGHUP or handler != signal.SIG_IGN:  # nohup means: stay
+                signal.signal(number, self._note)
         return self
 
     def _note(self, number: int, _frame: FrameType | None) -> None:

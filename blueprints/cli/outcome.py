@@ -24,11 +24,11 @@ def print_results(status: JobStatus, directory: JobDirectory, run: Run | None) -
             print(line)
         for kind in ("adapter", "model"):
             if kind in run.artifacts:
-                print(f"{kind:<15} {run.artifacts[kind]}")
+                print(f"{kind:<15}{run.artifacts[kind]}")
     report = directory.output / "report.html"
-    print(f"{'report':<15} {report}" if report.is_file() else f"{'output':<15} {directory.output}")
+    print(f"{'report':<15}{report}" if report.is_file() else f"{'output':<15}{directory.output}")
     seconds = seconds_between(status.started, status.ended)
-    print(f"{'done':<15} {status.name} is complete, {duration(seconds or 0)} in all")
+    print(f"{'done':<15}{status.name} is complete, {duration(seconds or 0)} in all")
 
 
 def _print_samples(samples: list[dict[str, Any]]) -> None:
