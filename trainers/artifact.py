@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,15 @@ def save_artifact(
     name = "adapter" if isinstance(model, PeftModel) else "model"
     target, temporary = output / name, output / f".{name}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
-    if isinstance(model, PeftModel):
-        config = model.peft_config["default"]
-        if recipe.model.uri.startswith("hf://"):
-            config.base_model_name_or_path = recipe.model.uri.removeprefix("hf://").partition("@")[0]
-            config.revision = source.get("revision") or recipe.model.revision
     model.save_pretrained(temporary)
+    if name == "adapter" and recipe.model.uri.startswith("hf://"):
+        # In the file alone: PEFT itself would look the live configuration's model up on the Hub.
+        path = temporary / "adapter_config.json"
+        hub, _, revision = recipe.model.uri.removeprefix("hf://").partition("@")
+        commit = source.get("revision") or recipe.model.revision or revision or None
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config |= {"base_model_name_or_path": hub, "revision": commit}
+        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     tokenizer.save_pretrained(temporary)
     (temporary / "README.md").write_text(card(recipe, name), encoding="utf-8")
     shutil.rmtree(target, ignore_errors=True)

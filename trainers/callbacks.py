@@ -38,18 +38,15 @@ class StepReports(TrainerCallback):
         self.tokens_per_second = 0.0
         self._training = False
 
-    def on_train_begin(self, *_args: Any, **_kwargs: Any) -> None:
-        """Transformers' event: the loop begins. Evaluations outside of it are reported by whoever asked for them."""
-        self._training = True
-
     def on_train_end(self, *_args: Any, **_kwargs: Any) -> None:
-        """Transformers' event: the loop has ended."""
+        """Transformers' event: the loop has ended. Evaluations outside of it are for whoever asked for them to show."""
         self._training = False
 
     def begin(self, step: int, num_tokens: float) -> None:
         """Go on from `step`: lines of later steps, written by a run that was killed, are taken back."""
         self._since, self._first_step = (time.monotonic(), num_tokens), step
         self.started = time.monotonic()
+        self._training = True
         if self.main:
             kept = [line for line in read_metrics(self.path) if line["step"] <= step]
             write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))

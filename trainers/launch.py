@@ -139,9 +139,11 @@ class Launcher:
                 "the last checkpoint",
             )
         else:
-            print(said, file=sys.stderr)
             started = any(self.directory.glob("rank-*.pid"))
-            if started and not NO_START.search(said):
+            known = NO_START.search(said) is not None
+            if not known:
+                print(said, file=sys.stderr)
+            if started and not known:
                 error = JobFailedError(
                     f"the training processes ended without saying why (torchrun: exit code {code})",
                     todo="see the lines above; the same command goes on from the last checkpoint",
@@ -150,7 +152,9 @@ class Launcher:
                 error = EnvironmentFault(
                     f"torchrun could not start the training processes (exit code {code}): {_cause(self._lines)}",
                     where=f"{os.environ.get('PET_MASTER_ADDR', '')}:{os.environ.get('PET_MASTER_PORT', '')}".strip(":"),
-                    todo="see the lines above: is the port free, and can all nodes reach the first one?",
+                    todo="is the port free, and can all nodes reach the first one?"
+                    if known
+                    else "see the lines above: did Python find torch and trainers?",
                 )
         print(f"error: {error}", file=sys.stderr, flush=True)
         write_termination(error)

@@ -151,7 +151,8 @@ def _chart(name: str, first: Curve, second: Curve) -> str:
     low, high = min(values), max(values)
     if high == low:
         low, high = low - abs(low or 1) * 0.5, high + abs(high or 1) * 0.5
-    begin, end = min(steps), max(max(steps), min(steps) + 1)
+    begin = min(steps)
+    end = max([*steps, begin + 1])
 
     def place(step: float, value: float) -> tuple[float, float]:
         x = LEFT + (step - begin) / (end - begin) * (WIDTH - LEFT - RIGHT)
