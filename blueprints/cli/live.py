@@ -12,6 +12,8 @@ from blueprints.progress import ProgressState, read_progress
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+WIDE = 110
+"""Columns from which the live view has room for a bar."""
 PLAIN_SECONDS = 5.0
 """Longest silence of the plain view while something moves."""
 PLAIN_SHARE = 0.1
@@ -50,29 +52,29 @@ def open_view(stream: TextIO) -> View:
     return PlainView(stream)
 
 
-def describe(report: ProgressState) -> str:
-    """A report in a few words: amount, loss, pace, time left."""
-    parts = [amount(report)] if amount(report) else []
+def describe(report: ProgressState, *, short: bool = False) -> str:
+    """A report in a few words: amount, loss, pace, time left; `short` for narrow places."""
+    parts = [amount(report, unit=not short)]
     metrics = report["metrics"]
     if "loss" in metrics:
         parts.append(f"loss {metrics['loss']:.4f}")
     if "tokens_per_second" in metrics:
-        parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
+        parts.append(f"{metrics['tokens_per_second']:,.0f} {'tok/s' if short else 'tokens/s'}")
     if report["eta_seconds"] is not None and report["eta_seconds"] >= 0.5:
-        parts.append(f"ETA {duration(report['eta_seconds'])}")
-    if report["message"]:
-        parts.append(report["message"])
-    return ", ".join(parts)
+        parts.append(f"ETA {clock(report['eta_seconds'])}")
+    parts.append(report["message"])
+    return (" " if short else ", ").join(filter(None, parts))
 
 
-def amount(report: ProgressState) -> str:
+def amount(report: ProgressState, *, unit: bool = True) -> str:
     """How much of the phase is done, such as `120/300 steps`."""
-    done, total, unit = report["completed"], report["total"], report["unit"]
+    done, total = report["completed"], report["total"]
     if not total and not done:
         return ""
-    if unit == "bytes":
+    if report["unit"] == "bytes":
         return f"{done / 1e6:.1f}/{total / 1e6:.1f} MB" if total else f"{done / 1e6:.1f} MB"
-    return f"{done:,.0f}/{total:,.0f} {unit}".strip() if total else f"{done:,.0f} {unit}".strip()
+    name = report["unit"] if unit else ""
+    return f"{done:,.0f}/{total:,.0f} {name}".strip() if total else f"{done:,.0f} {name}".strip()
 
 
 def duration(seconds: float) -> str:
@@ -86,10 +88,19 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
+def clock(seconds: float) -> str:
+    """Seconds in little room: `8 s`, `1:20`, `2:05:00`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
 def elapsed(step: StepStatus) -> str:
     """How long the step has run."""
     seconds = seconds_between(step.started, step.ended)
-    return "" if seconds is None else duration(seconds) if seconds >= 10 else f"{seconds:.1f} s"
+    return "" if seconds is None else clock(seconds) if seconds >= 10 else f"{seconds:.1f} s"
 
 
 class PlainView:
@@ -174,23 +185,21 @@ class LiveView:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table.grid(padding=(0, 2))
-        for _ in range(4):
-            table.add_column(no_wrap=True)
-        table.add_column(overflow="ellipsis", no_wrap=True, ratio=1)
+        wide = self.console.width >= WIDE
+        table = Table.grid(padding=(0, 2 if wide else 1))
+        for width in (21, 9, *((20,) if wide else ()), 6):
+            table.add_column(no_wrap=True, min_width=width)
+        table.add_column(no_wrap=True, overflow="ellipsis")
         for step in status.steps:
-            report = progress.get(step.name)
+            report = progress.get(step.name) if step.status == "Running" else None
             style = STYLES[step.status]
-            label = f"{MARKS[step.status]} {step.name}"
-            attempts = f" (attempt {step.attempts})" if step.attempts > 1 else ""
-            phase = report["phase"] if report and step.status == "Running" else step.status.lower()
-            running = report is not None and step.status == "Running"
+            attempt = f"attempt {step.attempts}  " if step.attempts > 1 else ""
             table.add_row(
-                Text(label + attempts, style),
-                Text(phase, style),
-                self._bar(report) if running and report else Text(""),
+                Text(f"{MARKS[step.status]} {step.name}", style),
+                Text(report["phase"] if report else step.status.lower(), style),
+                *((self._bar(report),) if wide else ()),
                 Text(elapsed(step), "dim"),
-                Text(describe(report) if running and report else ""),
+                Text(attempt + (describe(report, short=not wide) if report else "")),
             )
         time_so_far = seconds_between(status.started or status.created, status.ended) or 0.0
         title = Text.assemble((status.name, "bold"), f"  {status.state.lower()}  ", (duration(time_so_far), "dim"))
@@ -199,9 +208,9 @@ class LiveView:
     def _bar(self, report: ProgressState | None) -> RenderableType:
         from rich.progress_bar import ProgressBar
 
-        if report is None or (not report["total"] and report["phase"] == "done"):
+        if report is None or not report["total"]:
             return ""
-        return ProgressBar(total=report["total"] or None, completed=report["completed"], width=20)
+        return ProgressBar(total=report["total"], completed=report["completed"], width=20)
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False)
