@@ -1,0 +1,11 @@
+"""What holds for every test."""
+
+from __future__ import annotations
+
+import os
+
+# Test workers share the machine: one thread each, in every process they start, before anything loads OpenMP.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The embedding shell's own settings are no part of a test.
+for name in ("LORA_CONFIG", "BLUEPRINTS_RECIPE", "BLUEPRINTS_OVERRIDES", "BLUEPRINTS_WORKSPACE"):
+    os.environ.pop(name, None)
