@@ -12,7 +12,7 @@ from blueprints.progress import ProgressState, read_progress
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-WIDE = 110
+WIDE = 130
 """Columns from which the live view has room for a bar."""
 PLAIN_SECONDS = 5.0
 """Longest silence of the plain view while something moves."""
