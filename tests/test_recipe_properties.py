@@ -247,3 +247,9 @@ def test_a_number_in_quotes_is_a_fault_that_names_the_key(plain: dict[str, Any],
     assert fault.problem == 'found the string "7"'
     assert "an integer" in fault.expected
     assert fault.hint == "Remove the quotes."
+
+
+def test_a_map_key_that_looks_like_a_merge_key_is_quoted(tmp_path: Path) -> None:
+    recipe = load_recipe("quickstart", overrides=['runtime.env={"<<": "x"}'], environ={}).recipe
+    (tmp_path / "written.yaml").write_text(recipe_text(recipe), encoding="utf-8")
+    assert load_recipe(str(tmp_path / "written.yaml"), environ={}).recipe.hash() == recipe.hash()

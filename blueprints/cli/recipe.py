@@ -24,7 +24,7 @@ from blueprints.recipe.write import annotated, recipe_text, yaml_value
 from blueprints.termination import VARIABLE as TERMINATION_LOG
 from blueprints.termination import read_termination
 
-NEEDED_FOR_DATA = ("pyarrow", "huggingface_hub", "tokenizers", "transformers", "jinja2", "orjson")
+NEEDED_FOR_DATA = ("pyarrow", "huggingface_hub", "tokenizers", "transformers", "jinja2", "numpy")
 """What the extra `initializers` brings, by import name."""
 
 

@@ -100,7 +100,7 @@ def _escape(character: str) -> str:
 
 
 def _bare(text: str) -> bool:
-    if not text or len(text) > 200 or not text.isprintable():
+    if not text or len(text) > 200 or not text.isprintable() or text == "<<":  # bare, that is the merge key
         return False
     node, faults = read_text(f"k: {text}", "recipe", "")
     value = node.at(("k",)) if node is not None else None
