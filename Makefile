@@ -51,7 +51,7 @@ types: $(VENV)/.dev
 	@$(BIN)/python -m mypy
 
 imports: $(VENV)/.dev
-	@$(BIN)/lint-imports
+	@$(BIN)/lint-imports --no-logo
 
 format: $(VENV)/.dev ## Format the code and sort imports
 	@$(BIN)/ruff format .
