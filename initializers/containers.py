@@ -12,6 +12,7 @@ import codecs
 import csv
 import gzip
 import io
+import itertools
 import json
 import lzma
 import re
@@ -397,8 +398,11 @@ def _read_json(stack: ExitStack, path: Path, relative: str, compression: str | N
 def _items(text: _Text) -> Iterator[Row | Fault]:
     if text.peek() == "]":
         return
-    while True:
+    line = ""
+    for number in itertools.count(1):
         where = text.where if text.peek() else f"{text.relative}: end of file"
+        # Several rows on a line (most programs write JSON without line breaks) are told apart by their number.
+        line, where = where, f"{where} row {number}" if where == line else where
         try:
             yield Row(where, text.value())
         except (ValueError, RecursionError) as error:

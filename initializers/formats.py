@@ -56,6 +56,17 @@ class Text:
 
 Example = Chat | Pair | Instruction | Text
 
+
+def question(example: Example) -> str:
+    """What a row asks, as a person reads it: the last user turn, the prompt or the instruction; empty for plain text."""
+    if isinstance(example, Pair):
+        return example.prompt
+    if isinstance(example, Instruction):
+        return f"{example.instruction}\n{example.input}".strip()
+    turns = example.messages if isinstance(example, Chat) else []
+    return next((str(turn["content"]) for turn in reversed(turns) if turn["role"] == "user"), "")
+
+
 ROLES = {
     "system": "system",
     "developer": "developer",
@@ -105,12 +116,13 @@ class Reporter:
         path = path or key
         if key not in row:
             near = difflib.get_close_matches(key, [str(name) for name in row], 1)
-            hint = f"did you mean {near[0]!r}? Map it with dataset.columns" if near else ""
-            self(path, f"missing; the row has {_names(row)}", "a string", hint)
+            column = path == key  # below a column nothing can be mapped
+            hint = f"did you mean {near[0]!r}?" + (" Map it with dataset.columns" if column else "") if near else ""
+            self(path, f"missing; the {'row' if column else 'message'} has {_names(row)}", "a string", hint)
             return None
         value = row[key]
         if not isinstance(value, str):
-            self(path, f"{shown(value)} is {type_name(value)}", "a string" if empty else "a string that is not empty")
+            self(path, described(value), "a string" if empty else "a string that is not empty")
             return None
         if not empty and not value.strip():
             self(path, f"{shown(value)} is empty", "a string that is not empty")
@@ -135,6 +147,11 @@ def shown(value: object, limit: int = 60) -> str:
     except ValueError:
         text = repr(value)
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def described(value: object) -> str:
+    """A value of a wrong type, for a message: `5 is a number`."""
+    return "found null" if value is None else f"{shown(value)} is {type_name(value)}"
 
 
 def type_name(value: object) -> str:
@@ -175,7 +192,7 @@ def _list(row: Mapping[str, Any], key: str, report: Reporter) -> list[Any] | Non
         return None
     value = _json_cell(row[key])
     if not isinstance(value, list):
-        report(key, f"{shown(value)} is {type_name(value)}", "a list of messages")
+        report(key, described(value), "a list of messages")
         return None
     if not value:
         report(key, "the list is empty", "at least a user's and an assistant's message")
@@ -188,7 +205,7 @@ def _tools(row: Mapping[str, Any], report: Reporter) -> list[dict[str, Any]] | N
     if value is None or value == [] or value == "":
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        report("tools", f"{shown(value)} is {type_name(value)}", "a list of tool definitions (JSON Schema objects)")
+        report("tools", described(value), "a list of tool definitions (JSON Schema objects)")
         return None
     return value
 
@@ -207,13 +224,15 @@ def _content(message: Mapping[str, Any], path: str, role: str, calls: bool, repo
             parts.append(part["text"])
         value = "".join(parts)
     may_be_empty = role in ("system", "developer", "tool") or (role == "assistant" and calls)
-    return report.text({"content": value} if "content" in message else {}, "content", path, empty=may_be_empty)
+    if "content" in message:
+        message = {"content": value}
+    return report.text(message, "content", path, empty=may_be_empty)
 
 
 def _message(item: Any, path: str, report: Reporter) -> Message | None:
     """One OpenAI message, checked by itself."""
     if not isinstance(item, dict):
-        report(path, f"{shown(item)} is {type_name(item)}", 'an object with "role" and "content"')
+        report(path, described(item), 'an object with "role" and "content"')
         return None
     role = _role(item, "role", path, ROLES, report)
     if role is None:
@@ -251,7 +270,7 @@ def _tool_calls(message: Message, role: str, path: str, report: Reporter) -> boo
     if role != "assistant":
         report(path, f"a {role} message has tool calls", "them in assistant messages")
     if not isinstance(calls, list):
-        report(path, f"{shown(calls)} is {type_name(calls)}", "a list")
+        report(path, described(calls), "a list")
         return True
     message["tool_calls"] = [_tool_call(call, f"{path}[{index}]", report) for index, call in enumerate(calls)]
     return True
@@ -336,7 +355,7 @@ def _read_sharegpt(row: Mapping[str, Any], report: Reporter) -> Example | None:
 def _any_message(item: Any, path: str, report: Reporter) -> Message | None:
     """A message in OpenAI's (role, content) or ShareGPT's (from, value) spelling, whatever the column is called."""
     if not isinstance(item, dict):
-        report(path, f"{shown(item)} is {type_name(item)}", 'an object with "role" and "content"')
+        report(path, described(item), 'an object with "role" and "content"')
         return None
     if "from" not in item:
         return _message(item, path, report)

@@ -15,10 +15,10 @@ from blueprints.errors import DataError, Fault, UsageError
 from blueprints.recipe.schema import DatasetConfig, Recipe
 from initializers.cards import card_splits
 from initializers.containers import Row, read_rows, recognise
-from initializers.formats import Example, Format, Reporter, detect, rename, shown, type_name
+from initializers.formats import Example, Format, Reporter, described, detect, question, rename, type_name
 from initializers.shards import ShardWriter
 from initializers.splits import choose, data_files
-from initializers.tokens import ChatTokenizer, Refused, Rendered, Tokens
+from initializers.tokens import ChatTokenizer, Notes, Refused, Rendered, Tokens
 
 DETECT_ROWS = 100
 BATCH_ROWS = 512
@@ -54,7 +54,7 @@ class SplitReport:
     truncated: int = 0
     dropped: int = 0
     longest: int = 0
-    """Tokens of the longest row, before truncation."""
+    """Tokens of the longest row, before truncation; of plain text far beyond the limit, those that were made."""
     sequences: int = 0
     tokens: int = 0
     trained_tokens: int = 0
@@ -314,7 +314,7 @@ class Preparer:
                 continue
             report = Reporter(item.where)
             if not isinstance(item.value, dict):
-                report("", f"{shown(item.value)} is {type_name(item.value)}", "an object with named columns")
+                report("", described(item.value), "an object with named columns")
                 example = None
             else:
                 example = self._read(rename(item.value, self.recipe.dataset.columns), report)
@@ -348,8 +348,25 @@ class Preparer:
                 continue
             kept.add(index)
             if writer is not None and not self.faults.total:
+                if writer.asks:
+                    self._ask(batch[index][1], item, fitted, tokenizer)
                 writer.add(fitted)
         report.rows += len(kept)
+
+    def _ask(self, example: Example, item: Rendered, sequence: Tokens, tokenizer: ChatTokenizer) -> None:
+        """Note on a held-out row what it asks and where its answer begins."""
+        if item.whole:
+            return
+        sequence.prompt = question(item.chat or example)
+        marked = sequence
+        if not tokenizer.completion_only:
+            # Everything carries loss, so the mask does not tell prompt and answer apart: one for answers alone does.
+            answers = replace(tokenizer, completion_only=True, notes=Notes())
+            try:
+                marked = answers.encode(answers.render(example)[-1:])[0]
+            except Refused:
+                return
+        sequence.prompt_length = min(marked.answer_start(), len(sequence.ids))
 
     def _cut(self, item: Rendered, tokenizer: ChatTokenizer) -> Rendered:
         """Plain text far beyond the limit is cut before tokenising: what is cut could not reach into the limit."""
@@ -376,7 +393,7 @@ class Preparer:
         if overlong == "error":
             self.faults.add([self._overlong(where, length)])
             return None
-        cut = Tokens(sequence.ids[: self.max_length], sequence.mask[: self.max_length])
+        cut = replace(sequence, ids=sequence.ids[: self.max_length], mask=sequence.mask[: self.max_length])
         if not cut.mask.any():
             first = int(np.flatnonzero(sequence.mask)[0])
             self.faults.add([self._no_answer(where, first)])
@@ -445,7 +462,7 @@ def write_splits(
     reports: dict[str, SplitReport] = {}
     for name, rows in split_rows(plan, recipe, held_out(plan, recipe)).items():
         capacity = recipe.training.max_length if packing and name == "train" else None
-        with ShardWriter(directory / name, capacity) as writer:
+        with ShardWriter(directory / name, capacity, asks=name == "eval") as writer:
             report = preparer.split(name, rows(), writer)
         report.sequences, report.tokens = writer.sequences, writer.tokens
         report.trained_tokens, report.shards = writer.trained_tokens, writer.shards

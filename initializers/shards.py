@@ -47,16 +47,18 @@ class _Hashing:
 class ShardWriter:
     """Writes sequences into `shard-NNNNN.arrow` files of about 64 MB.
 
-    Columns: `input_ids` list<int32>, `completion_mask` list<int8> (1: the token carries loss) and, packed,
-    `seq_lengths` list<int32> (tokens of each document of the sequence).
+    Columns: `input_ids` list<int32>, `completion_mask` list<int8> (1: the token carries loss); packed, `seq_lengths`
+    list<int32> (tokens of each document of the sequence); of held-out rows `prompt` string (what is asked, without the
+    template) and `prompt_length` int32 (tokens before the last answer; 0: plain text).
 
     Args:
         directory: created; must not exist.
         capacity: pack documents into sequences of at most this many tokens. None: one document per sequence.
+        asks: write the columns of held-out rows; not together with `capacity`.
     """
 
-    def __init__(self, directory: Path, capacity: int | None = None) -> None:
-        self.directory, self.capacity = directory, capacity
+    def __init__(self, directory: Path, capacity: int | None = None, *, asks: bool = False) -> None:
+        self.directory, self.capacity, self.asks = directory, capacity, asks
         self.shards: list[dict[str, Any]] = []
         self.sequences = self.tokens = self.trained_tokens = 0
         self._window: list[Tokens] = []
@@ -68,6 +70,8 @@ class ShardWriter:
         fields = [("input_ids", pa.list_(pa.int32())), ("completion_mask", pa.list_(pa.int8()))]
         if capacity is not None:
             fields.append(("seq_lengths", pa.list_(pa.int32())))
+        if asks:
+            fields += [("prompt", pa.string()), ("prompt_length", pa.int32())]
         self._schema = pa.schema(fields)
         directory.mkdir(parents=True)
 
@@ -128,6 +132,9 @@ class ShardWriter:
         ]
         if self.capacity is not None:
             columns.append(_lists([np.asarray(lengths, np.int32) for _, lengths in self._rows], pa.int32()))
+        if self.asks:
+            columns.append(pa.array([sequence.prompt for sequence, _ in self._rows], pa.string()))
+            columns.append(pa.array([sequence.prompt_length for sequence, _ in self._rows], pa.int32()))
         self._writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=self._schema))
         self.shards[-1]["sequences"] += len(self._rows)
         self._rows, self._row_tokens = [], 0

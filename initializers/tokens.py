@@ -41,7 +41,9 @@ ALPACA_INTRO = {
     False: "Below is an instruction that describes a task. "
     "Write a response that appropriately completes the request.\n\n",
 }
-_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+_TEMPLATE_ERRORS = (
+    TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
 """What a template can raise on a row that it was not written for."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -67,10 +69,23 @@ class Rendered:
 
 @dataclass(slots=True)
 class Tokens:
-    """Tokens of one sequence with their loss mask."""
+    """Tokens of one sequence with their loss mask; of a held-out row also what it asks.
+
+    Attributes:
+        prompt: the question as a person reads it, without the template; empty for plain text.
+        prompt_length: tokens before the last answer; 0 for plain text.
+    """
 
     ids: Ids
     mask: Mask
+    prompt: str = ""
+    prompt_length: int = 0
+
+    def answer_start(self) -> int:
+        """Tokens before the last stretch that carries loss."""
+        trained = np.flatnonzero(self.mask)
+        gaps = np.flatnonzero(np.diff(trained) > 1)
+        return int(trained[gaps[-1] + 1] if gaps.size else trained[0]) if trained.size else 0
 
 
 class Refused(Exception):

@@ -13,10 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from blueprints.cli import main
 from blueprints.cli.arguments import EXIT_CODES, VERBS, parse, verb_parser
 from blueprints.errors import ExitCode, UsageError
+from blueprints.recipe.faults import all_keys
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = [sys.executable, "-m", "blueprints"]
@@ -118,6 +120,11 @@ def test_without_a_verb_the_help_is_shown_as_a_fault() -> None:
         (["show"], "RECIPE is missing"),
         (["explain"], "KEY is missing"),
         (["show", "sft", "lora.r"], "one argument too many: 'lora.r'\n  -> a value is set as key=value: lora.r=..."),
+        (
+            ["show", "sft", "more.yaml"],
+            "one argument too many: 'more.yaml'\n  -> a file is laid over the recipe with -f",
+        ),
+        (["show", "sft", "lora.r: 4"], "a value is set as key=value: lora.r=4"),
         (["get"], "the following arguments are required: NAME"),
         (["wait", "x", "--timeout", "soon"], "invalid number of seconds value: 'soon'"),
         (["train", "sft", "--backend", "mars"], "invalid choice: 'mars'"),
@@ -195,6 +202,22 @@ def test_show_is_a_recipe_with_the_origin_of_each_value(tmp_path: Path, capsys: 
     assert capsys.readouterr().out.splitlines()[-1] == shown.splitlines()[-1]
 
 
+def test_every_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    for key in all_keys():
+        for args in ([key], ["sft-lora", key], ["--json", key]):
+            assert main(["explain", *args]) == 0, args
+            assert key in capsys.readouterr().out
+
+
+def test_any_yaml_reader_reads_what_show_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = ["no", "1:20", "2026-11-21", "<<", "=", "~", "0x1G", "1_000", "on"]
+    for text in texts:
+        assert main(["show", "sft-lora", f"dataset.split={json.dumps(text)}", "training.weight_decay=1e22"]) == 0
+        data = yaml.safe_load(capsys.readouterr().out)
+        assert data["dataset"]["split"] == text
+        assert (data["training"]["weight_decay"], data["training"]["adam_epsilon"]) == (1e22, 1e-8)
+
+
 def test_show_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "sft", "--json", "lora.r=4"]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -227,6 +250,8 @@ def test_the_environment_is_a_layer(capsys: pytest.CaptureFixture[str], monkeypa
         (["sft-lora", "training.seed"], ["value:   42", "set by:  default"]),
         (["training.seed", "training.seed=3"], ["value:   3", "set by:  override 'training.seed=3'"]),
         (["sft", "resources"], ["gpu", "= 1  (recipe sft.yaml:"]),
+        (["sft", "lora.r"], ["set by:  default, as the recipe has no `lora`"]),
+        (["sft-lora", "lora.r", "lora.r=null"], ["value:   16", "default, unset by override 'lora.r=null'"]),
     ],
 )
 def test_explain(args: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,7 +274,8 @@ def test_explain_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         ("lora.rr", "Did you mean `r`?"),
         ("lora.r.x", "`lora.r` has no keys"),
         ("loar", "Did you mean `lora`?"),
-        ("sft-lora", "unknown key"),
+        ("sft-lora", "That is a recipe; name a key after it: `blueprints explain sft-lora lora.r`."),
+        ("mine.yaml", "That is a recipe"),
         (".", "unknown key"),
     ],
 )

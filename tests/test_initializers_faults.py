@@ -25,7 +25,7 @@ def messages(*items: Any) -> dict[str, Any]:
 ROWS: dict[str, tuple[Any, str, str]] = {
     "content of another type": (messages(USER, BOT | {"content": 5}), "messages[1].content", "5 is a number"),
     "content null": (messages(USER | {"content": None}, BOT), "messages[0].content", "null"),
-    "no content": (messages({"role": "user"}, BOT), "messages[0].content", "missing"),
+    "no content": (messages({"role": "user"}, BOT), "messages[0].content", "missing; the message has role"),
     "empty answer": (messages(USER, BOT | {"content": " \n"}), "messages[1].content", "is empty"),
     "empty question": (messages(USER | {"content": ""}, BOT), "messages[0].content", "is empty"),
     "unknown role": (messages(USER | {"role": "usr"}, BOT), "messages[0].role", "unknown role"),
@@ -153,6 +153,11 @@ def test_lines_of_json_and_csv(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": 1}]
     (tmp_path / "rows.json").write_text(json.dumps(rows, indent=1))
     assert faults_of(tmp_path, tmp_path / "rows.json")[0].where == "rows.json:6"
+    (tmp_path / "line.json").write_text(json.dumps([*rows, rows[1]]) + "\n")
+    assert [fault.where for fault in faults_of(tmp_path, tmp_path / "line.json")] == [
+        "line.json:1 row 2",
+        "line.json:1 row 3",
+    ]
     (tmp_path / "broken.json").write_text('[{"prompt": "a", "completion": "b"},\n{"prompt": }]')
     assert faults_of(tmp_path, tmp_path / "broken.json")[0].where == "broken.json:2"
     (tmp_path / "cut.json").write_text('[{"prompt": "a", "completion": "b"},\n')

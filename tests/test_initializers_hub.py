@@ -138,6 +138,14 @@ def test_no_network(tmp_path: Path) -> None:
         step("model", environment(tmp_path / "work", "hf://org/tiny", HF_ENDPOINT="http://127.0.0.1:9"))
 
 
+def test_a_password_in_the_address_is_never_shown(tmp_path: Path) -> None:
+    env = environment(tmp_path / "work", "hf://org/tiny", HF_ENDPOINT="http://me:s3cret@127.0.0.1:9")
+    done = run("model", env)
+    assert done.returncode == 5
+    assert "http://127.0.0.1:9 cannot be reached" in done.stderr
+    assert "s3cret" not in done.stdout + done.stderr
+
+
 def test_only_pickles_are_refused_unless_asked(hub: Hub, tmp_path: Path) -> None:
     root = model_repo(hub, tmp_path)
     (root / "model.safetensors").unlink()

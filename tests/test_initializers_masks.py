@@ -99,6 +99,14 @@ def test_a_template_may_refuse_a_row(tmp_path: Path) -> None:
         prepare(tmp_path, write_jsonl(tmp_path / "rows.jsonl", [CHAT, LONG_CHAT]), template=strict)
 
 
+@pytest.mark.parametrize(
+    "body", ["{{ 1 / 0 }}", "{% for i in range(10 ** 9) %}x{% endfor %}", "{{ messages[9].role }}"]
+)
+def test_a_template_that_breaks_down_is_the_rows_fault(tmp_path: Path, body: str) -> None:
+    with pytest.raises(RowsError, match=r"rows\.jsonl:1: messages: the chat template does not take it"):
+        prepare(tmp_path, write_jsonl(tmp_path / "rows.jsonl", [CHAT]), template=body + CHATML)
+
+
 def test_marks_without_the_end_token_are_extended(tmp_path: Path) -> None:
     marks = CHATML_MARKED.replace(
         "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}",

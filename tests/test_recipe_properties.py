@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,18 @@ nasty = st.sampled_from(
 text = st.one_of(
     nasty, st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=12)
 )
+
+
+def compiles(pattern: str) -> bool:
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            re.compile(pattern)
+    except (re.error, OverflowError):
+        return False
+    return True
+
+
+pattern = text.filter(compiles)
 number = st.floats(1e-7, 1e3, allow_nan=False)
 count = st.integers(1, 2**31)
 
@@ -85,8 +99,8 @@ def recipes(draw: st.DrawFn) -> dict[str, Any]:
     recipe["dataset"] |= some(split=text, columns=st.dictionaries(text, text, max_size=2), max_rows=count)
     if draw(st.booleans()):
         recipe["lora"] = some(
-            r=count, lora_alpha=count, lora_dropout=st.floats(0, 0.9), target_modules=st.one_of(text, names),
-            rank_pattern=st.dictionaries(text, count, max_size=2), use_dora=st.booleans(),
+            r=count, lora_alpha=count, lora_dropout=st.floats(0, 0.9), target_modules=st.one_of(pattern, names),
+            rank_pattern=st.dictionaries(pattern, count, max_size=2), use_dora=st.booleans(),
             quantize_base=st.just(True), init_lora_weights=st.sampled_from([True, False, "gaussian"]),
         )  # fmt: skip
         if "quantize_base" in recipe["lora"]:

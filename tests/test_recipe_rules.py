@@ -254,3 +254,39 @@ def test_the_environment_has_faults_of_its_own(text: str, words: str) -> None:
     (fault,) = faults("sft", environ={"LORA_CONFIG": text})
     assert fault.where == "environment LORA_CONFIG"
     assert words in str(fault)
+
+
+@pytest.mark.parametrize(
+    ("override", "where"),
+    [
+        ("lora.r=4", "recipe.yaml:3"),
+        ("dataset.split=valid", "recipe.yaml:3"),
+        ("dataset={}", "recipe.yaml:3"),
+        ("dataset=null", "override 'dataset=null'"),
+    ],
+)
+def test_the_recipe_is_what_lacks_a_required_key(tmp_path: Path, override: str, where: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("# a comment\n\nmethod: sft\nmodel: builtin://tiny-llama\n", encoding="utf-8")
+    (fault,) = faults(str(path), override, "training.seed=1")
+    assert (fault.where.replace(f"{tmp_path}/", ""), fault.problem) == (where, "required, but missing")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["lora.target_modules=(("], "lora.target_modules: '((' is no regular expression"),
+        (["lora.exclude_modules='[a'"], "lora.exclude_modules: '[a' is no regular expression"),
+        (["lora.rank_pattern={'layers.*.q(': 4}"], "'layers.*.q(' is no regular expression"),
+        (["lora.alpha_pattern={'*': 4}"], "'*' is no regular expression: nothing to repeat"),
+        (["lora.r==4"], "Write one `=`: lora.r=4"),
+        (["training.max_length=1e3"], "Write `1000`."),
+        (["method=SFT"], "Did you mean `sft`?"),
+        (["training.seed=1\nlora.r: 2"], "override 'training.seed=1\\nlora.r: 2': training.seed: found"),
+        (["method=grpo", "sft=null", "grpo.reward_funcs=[{}]"], "grpo.reward_funcs[0].name: required, but missing"),
+    ],
+)
+def test_one_fault_that_leads_on(overrides: list[str], words: str) -> None:
+    (fault,) = faults("sft-lora", *overrides)
+    assert words in str(fault)
+    assert "\n" not in str(fault)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,8 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
         (GOOD + "---\n" + GOOD, "recipe.yaml:4", "a second YAML document"),
         (GOOD.encode() + b"# caf\xe9\n", "recipe.yaml:4", "byte 0xe9 at offset 71 is not UTF-8"),
         (GOOD.encode("utf-16"), "recipe.yaml:1", "the file is UTF-16; expected UTF-8"),
+        (GOOD.encode("utf-32"), "recipe.yaml:1", "the file is UTF-32; expected UTF-8"),
+        (GOOD + '"a\\nb": 1\n', "recipe.yaml:4", "recipe.yaml:4: a\\nb: unknown key"),
         (GOOD + "# \x00\n", "recipe.yaml:4", "control character U+0000"),
         (GOOD + "lora: &a\n  rank_pattern: *a\n", "recipe.yaml:5", "`*a` stands inside its own anchor"),
         (GOOD + "lora: *gone\n", "recipe.yaml:4", "`*gone` has no anchor `&gone`"),
@@ -116,6 +120,31 @@ def test_anchors_within_reason_are_allowed(tmp_path: Path) -> None:
     lora = load_recipe(str(path), environ={}).recipe.lora
     assert lora is not None
     assert lora.target_modules == lora.exclude_modules == ["q_proj"]
+
+
+def test_pipes_are_read_and_waited_for_only_so_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("blueprints.recipe.document.PIPE_SECONDS", 0.5)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(RecipeError, match="nothing came through the pipe"):
+        load_recipe(str(pipe), environ={})
+    with pytest.raises(RecipeError, match="nothing came through the pipe"):
+        load_recipe("sft", overlays=[pipe], environ={})
+    writer = threading.Thread(target=pipe.write_text, args=(GOOD,))
+    writer.start()
+    assert load_recipe(str(pipe), environ={}).recipe.method == "sft"
+    writer.join()
+
+
+def test_a_link_to_nothing_says_so(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").symlink_to("gone.yaml")
+    with pytest.raises(RecipeError, match=r"recipe\.yaml: a link to gone\.yaml, which does not exist"):
+        load_recipe(str(tmp_path / "recipe.yaml"), environ={})
+
+
+def test_names_are_near_in_any_case() -> None:
+    with pytest.raises(RecipeError, match="Did you mean `sft-lora`"):
+        load_recipe("SFT-LORA", environ={})
 
 
 def test_a_directory_a_missing_file_and_a_wrong_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

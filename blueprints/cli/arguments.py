@@ -322,11 +322,18 @@ def _sort_words(verb: Verb, args: argparse.Namespace) -> None:
         missing = "KEY is missing" if verb.name == "explain" else "RECIPE is missing"
         raise UsageError(missing, where=where, todo=f"see `{where} --help`, `blueprints recipes`")
     if len(operands) > most:
-        todo = f"a value is set as key=value: {operands[most]}=..."
-        raise UsageError(f"one argument too many: {operands[most]!r}", where=where, todo=todo)
+        raise UsageError(f"one argument too many: {operands[most]!r}", where=where, todo=_extra(operands[most]))
     if verb.name == "explain":
         args.key = operands.pop()
     args.recipe = operands[0] if operands else None
+
+
+def _extra(word: str) -> str:
+    """What an argument too many was meant as."""
+    if word.endswith((".yaml", ".yml")):
+        return f"a file is laid over the recipe with -f: -f {word}"
+    key, colon, value = word.partition(":")
+    return f"a value is set as key=value: {key.strip()}={value.strip() if colon else '...'}"
 
 
 def _is_operand(word: str) -> bool:

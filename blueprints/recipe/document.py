@@ -7,9 +7,15 @@ documents, anchors that grow without bound.
 
 from __future__ import annotations
 
+import codecs
+import errno
+import io
 import json
 import math
+import os
 import re
+import select
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,7 +46,10 @@ class Origin:
     where: str = ""
 
     def __str__(self) -> str:
-        return self.where if self.where.startswith(self.layer) else f"{self.layer} {self.where}".rstrip()
+        if not self.where or self.where.startswith(self.layer):
+            return self.where or self.layer
+        # What is said of a default or a derived value is a remark, not a place.
+        return f"{self.layer}, {self.where}" if self.layer in ("default", "derived") else f"{self.layer} {self.where}"
 
 
 Content: TypeAlias = "bool | int | float | str | list[Node] | dict[str, Node] | None"
@@ -145,14 +154,41 @@ def _load(path: Path, shown: str) -> str:
     if path.is_dir():
         raise DocumentError(Fault(shown, "", "this is a directory", "a recipe file", _files_in(path)))
     try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_BYTES + 1)
+        raw = _raw(path)
     except OSError as error:
         reason = error.strerror or str(error)
         raise DocumentError(Fault(shown, "", f"cannot be read: {reason}", "a readable file")) from None
     if len(raw) > MAX_BYTES:
         raise DocumentError(Fault(shown, "", f"larger than {MAX_BYTES} bytes", "a recipe, which is a short text"))
     return _decode(raw, shown)
+
+
+PIPE_SECONDS = 5.0
+"""Longest wait for the next bytes of a pipe."""
+
+
+def _raw(path: Path) -> bytes:
+    """The file's bytes, at most one more than `MAX_BYTES`.
+
+    Raises:
+        OSError: it cannot be read; `TimeoutError`: it is a pipe that nobody writes to.
+    """
+    # Opened plainly, a named pipe without a writer would block for ever. Pipes are read: a shell's `<(...)` is one.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            os.set_blocking(descriptor, True)
+            with io.BufferedReader(file) as buffered:
+                return buffered.read(MAX_BYTES + 1)
+        raw = b""
+        while len(raw) <= MAX_BYTES:
+            if not select.select([descriptor], [], [], PIPE_SECONDS)[0]:
+                raise TimeoutError(errno.ETIMEDOUT, f"nothing came through the pipe in {PIPE_SECONDS:.0f} seconds")
+            chunk = file.read(MAX_BYTES + 1 - len(raw))
+            if not chunk:
+                break
+            raw += chunk
+        return raw
 
 
 def _files_in(path: Path) -> str:
@@ -163,9 +199,17 @@ def _files_in(path: Path) -> str:
     return f"Recipes in it: {', '.join(names)}." if names else ""
 
 
+BYTE_ORDER_MARKS = (
+    (codecs.BOM_UTF32_LE, "UTF-32"), (codecs.BOM_UTF32_BE, "UTF-32"),
+    (codecs.BOM_UTF16_LE, "UTF-16"), (codecs.BOM_UTF16_BE, "UTF-16"),
+)  # fmt: skip
+"""In this order: UTF-32's mark begins with UTF-16's."""
+
+
 def _decode(raw: bytes, shown: str) -> str:
-    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise DocumentError(Fault(f"{shown}:1", "", "the file is UTF-16", "UTF-8", "Save it as UTF-8."))
+    for mark, encoding in BYTE_ORDER_MARKS:
+        if raw.startswith(mark):
+            raise DocumentError(Fault(f"{shown}:1", "", f"the file is {encoding}", "UTF-8", "Save it as UTF-8."))
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -282,7 +326,9 @@ def dotted(path: KeyPath) -> str:
     """`("a", "b", 0, "c")` as `a.b[0].c`."""
     text = ""
     for step in path:
-        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else str(step)
+        # A key may be any text; a message is one line.
+        name = f"[{step}]" if isinstance(step, int) else step if step.isprintable() else repr(step)[1:-1]
+        text += f".{name}" if text and isinstance(step, str) else name
     return text
 
 

@@ -16,6 +16,7 @@ from blueprints.recipe.faults import nearest_key
 from blueprints.recipe.load import LoadedRecipe, load_recipe
 from blueprints.recipe.overrides import key_parts
 from blueprints.recipe.schema import BUILTIN_DATASETS, BUILTIN_MODELS, METHODS, Recipe
+from blueprints.recipe.shipped import shipped_path
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,19 @@ def _find(key: str) -> tuple[FieldInfo, type[BaseModel]]:
         if owner is None or part not in owner.model_fields:
             if owner is None:
                 raise UsageError(f"`{prefix}` has no keys", where=f"key {key!r}", todo=f"`blueprints explain {prefix}`")
-            raise UsageError("unknown key", where=f"key {key!r}", todo=nearest_key(owner, prefix, part))
+            raise UsageError("unknown key", where=f"key {key!r}", todo=_todo(key, owner, prefix, part))
         holder, found = owner, owner.model_fields[part]
         owner = model_of(found.annotation) or item_model(found.annotation)
         prefix = f"{prefix}.{part}".lstrip(".")
     if found is None:
         raise UsageError("no key", where=f"key {key!r}", todo="such as lora.r")
     return found, holder
+
+
+def _todo(key: str, owner: type[BaseModel], prefix: str, part: str) -> str:
+    if shipped_path(key) is not None or key.endswith((".yaml", ".yml")):
+        return f"That is a recipe; name a key after it: `blueprints explain {key} lora.r`."
+    return nearest_key(owner, prefix, part)
 
 
 def _value(key: str, loaded: LoadedRecipe) -> tuple[Any, Origin]:
@@ -109,6 +116,8 @@ def _value(key: str, loaded: LoadedRecipe) -> tuple[Any, Origin]:
     if origin is None:
         above = key.rpartition(".")[0]
         origin = loaded.origins.get(above, Origin("default"))
+        if above in Recipe.model_fields and dict(loaded.recipe)[above] is None:
+            origin = Origin(origin.layer, origin.where or f"as the recipe has no `{above}`")
     return value, origin
 
 

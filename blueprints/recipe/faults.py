@@ -175,7 +175,19 @@ def _missing(block: type[BaseModel], node: Node, path: KeyPath) -> Fault:
     found = field_at(block, path)
     expected = "a URI" if path[-1] in ("model", "dataset", "uri") else describe_field(found) if found else "a value"
     hint = EXAMPLES.get(str(path[0]), "")
-    return Fault(_where(node, path), dotted(path), "required, but missing", expected, hint)
+    return Fault(_where_missing(node, path), dotted(path), "required, but missing", expected, hint)
+
+
+def _where_missing(node: Node, path: KeyPath) -> str:
+    """Where a value was unset, else the block it belongs in, else the recipe.
+
+    A block that only a layer above the recipe made (`dataset.split=x`) is not what lacks the value: the recipe is.
+    """
+    block = node.at(path[:-1])
+    in_list = any(isinstance(step, int) for step in path)
+    if node.at(path) is None and block is not None and block.origin.layer != node.origin.layer and not in_list:
+        return node.origin.where
+    return _where(node, path)
 
 
 def _wrong(block: type[BaseModel], node: Node, path: KeyPath) -> Fault:
@@ -208,11 +220,15 @@ def _hint(found: FieldInfo | None, path: KeyPath, at: Node | None, where: str) -
             return f"Write `{'true' if value.lower() in ('yes', 'on', 'true', 'y') else 'false'}`."
         if text.startswith("a list") and value in (choices_of(found) or [value]):
             return f"Write `{path[-1]}: [{value}]`."
-        close = difflib.get_close_matches(value, choices_of(found), 1, 0.5)
+        if value.startswith("=") and where.startswith("override"):
+            return f"Write one `=`: {dotted(path)}{value}"
+        close = difflib.get_close_matches(value.lower(), choices_of(found), 1, 0.5)
         if close:
             return f"Did you mean `{close[0]}`?"
     if isinstance(value, bool) and text.startswith("a map"):
         return f"Write `{path[-1]}: {{}}` for the defaults." if value else f"Write `{path[-1]}: null` to leave it out."
+    if isinstance(value, float) and value.is_integer() and "an integer" in text:
+        return f"Write `{int(value)}`."
     if isinstance(value, int | float) and not isinstance(value, bool) and "string" in text:
         if where.startswith("override"):
             return f"For a text, quote twice, once for the shell: '{dotted(path)}=\"{at.text or value}\"'."

@@ -41,6 +41,9 @@ def find_recipe(source: str) -> FoundRecipe:
             return FoundRecipe(Path(source), shown)
     except (OSError, ValueError):  # a name too long for the system, or with a NUL byte
         return FoundRecipe(None, shown, faults=(Fault(shown, "", "no file can have this name", _expected()),))
+    if Path(source).is_symlink():
+        problem = f"a link to {shown_name(str(Path(source).readlink()))}, which does not exist"
+        return FoundRecipe(None, shown, faults=(Fault(shown, "", problem, _expected()),))
     return FoundRecipe(None, shown, faults=(Fault(shown, "", "no such recipe", _expected(), _near(source)),))
 
 
@@ -58,7 +61,7 @@ def _near(source: str) -> str:
     path = Path(source)
     if path.suffix in (".yaml", ".yml") and path.stem in shipped_names() and path.name == source:
         return f"The shipped recipe is called `{path.stem}`, without the ending."
-    names = difflib.get_close_matches(path.stem, shipped_names(), 2, 0.5)
+    names = difflib.get_close_matches(path.stem.lower(), shipped_names(), 2, 0.5)
     folder = path.parent
     try:
         files = [entry.name for entry in os.scandir(folder) if entry.name.endswith((".yaml", ".yml"))]

@@ -158,13 +158,18 @@ def _checked(layers: list[Node], faults: list[Fault], *, broken: bool) -> tuple[
         return None, merged
     recipe = Recipe.model_validate(_pruned(candidate))
     unknown = {dotted(path) for path in missing} | bad
-    faults += [fault for fault in rule_faults(recipe, merged, layers) if fault.key not in unknown]
+    faults += [fault for fault in rule_faults(recipe, merged, layers) if not _touched(fault.key, unknown)]
     return (None if broken or missing else recipe), merged
 
 
 def _covered(path: KeyPath, bad: set[str]) -> bool:
     """Whether a missing value was there but wrong, and has its fault already."""
     return any(dotted(path[:length]) in bad for length in range(1, len(path) + 1))
+
+
+def _touched(key: str, bad: set[str]) -> bool:
+    """Whether `key`, or a part of its value, has a fault already."""
+    return any(other == key or other.startswith((f"{key}.", f"{key}[")) for other in bad)
 
 
 def _completed(merged: Node) -> Node | None:

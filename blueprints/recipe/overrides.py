@@ -15,7 +15,8 @@ from blueprints.recipe.schema import Recipe, field_of_block
 
 def read_override(text: str) -> tuple[Node | None, list[Fault]]:
     """The layer a `key=value` text makes and the faults of the text; None where nothing could be read."""
-    shown = text if len(text) <= 120 else text[:116] + " ..."
+    shown = text if text.isprintable() else repr(text)[1:-1]
+    shown = shown if len(shown) <= 120 else shown[:116] + " ..."
     where = f"override '{shown}'"
     key, equals, value = text.partition("=")
     key = key.strip()

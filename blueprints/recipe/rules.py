@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -188,6 +190,23 @@ def _adapters(at: Checked) -> Iterator[Fault]:
         yield at.fault("lora.init_lora_weights", "`orthogonal` needs an even rank", "an even `lora.r`")
 
 
+def _patterns(at: Checked) -> Iterator[Fault]:
+    """Layers chosen by a regular expression that is none: PEFT would stop after the model was fetched and loaded."""
+    lora = at.recipe.lora
+    if lora is None:
+        return
+    named = [("target_modules", lora.target_modules), ("exclude_modules", lora.exclude_modules)]
+    found = [(f"lora.{key}", value) for key, value in named if isinstance(value, str)]
+    found += [(f"lora.rank_pattern.{name}", name) for name in lora.rank_pattern]
+    found += [(f"lora.alpha_pattern.{name}", name) for name in lora.alpha_pattern]
+    for key, pattern in found:
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                re.compile(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            yield at.fault(key, f"{pattern!r} is no regular expression: {error}", "a name or a regular expression")
+
+
 def _half_precision(at: Checked) -> Iterator[Fault]:
     if at.recipe.lora is None and at.recipe.model.dtype == "float16":
         yield at.fault(
@@ -331,6 +350,7 @@ RULES: tuple[Rule, ...] = (
     _idle_knobs,
     _quantized_base,
     _adapters,
+    _patterns,
     _half_precision,
     _processes,
     _needs_gpu,

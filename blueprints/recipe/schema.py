@@ -141,7 +141,7 @@ class DatasetConfig(Block):
     """What to do with an answer that `training.max_length` would cut: stop (a model that sees cut answers learns not to
     stop), drop the row and count it, or truncate it and count it. Plain text is always truncated and counted."""
     max_faults: PositiveInt = 100
-    """Faulty rows to report before giving up."""
+    """Faults of rows to list; those beyond are counted."""
     ignore_patterns: list[str] = Field(default_factory=list)
     """Files of the source not to fetch, as glob patterns."""
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import yaml
 from pydantic import BaseModel
 
 from blueprints.recipe.document import Origin, read_text
@@ -78,6 +79,10 @@ def yaml_value(value: Any) -> str:
         return "[" + ", ".join(_in_flow(item) for item in value) + "]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_in_flow(key)}: {_in_flow(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, float):
+        mantissa, exponent, power = repr(value).partition("e")
+        # Readers of YAML 1.1 need the point to see a number.
+        return mantissa + (".0" if exponent and "." not in mantissa else "") + exponent + power
     return json.dumps(value)
 
 
@@ -99,8 +104,15 @@ def _escape(character: str) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
+_OTHERS = yaml.SafeLoader("")
+"""A YAML 1.1 reader: what it takes for something else (`no`, `1:20`, `<<`) is quoted, so that every tool reads it."""
+
+
 def _bare(text: str) -> bool:
-    if not text or len(text) > 200 or not text.isprintable() or text == "<<":  # bare, that is the merge key
+    if not text or len(text) > 200 or not text.isprintable():
+        return False
+    tag: str = _OTHERS.resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]  # as types-PyYAML has it
+    if tag != "tag:yaml.org,2002:str":
         return False
     node, faults = read_text(f"k: {text}", "recipe", "")
     value = node.at(("k",)) if node is not None else None

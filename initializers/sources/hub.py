@@ -244,7 +244,7 @@ class _Translate:
 
     def __init__(self, request: Request, name: HubName) -> None:
         self.request, self.name = request, name
-        self.where = request.endpoint or PUBLIC
+        self.where = _without_user(request.endpoint or PUBLIC)
 
     def __enter__(self) -> None:
         return None
@@ -334,6 +334,13 @@ class _Translate:
             where=self.request.uri,
             todo="wait a little and run the step again" + ("" if has_token else "; a token raises the rate limit"),
         )
+
+
+def _without_user(address: str) -> str:
+    """The address without `user:password@`, which is nobody's business in a log."""
+    scheme, separator, rest = address.partition("://")
+    host, slash, path = rest.partition("/")
+    return scheme + separator + host.rpartition("@")[2] + slash + path
 
 
 def _line(error: Exception) -> str:
