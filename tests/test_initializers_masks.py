@@ -11,9 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from initializers_kit import (
+    ANSWER,
     CHAT,
     CHATML,
     CHATML_MARKED,
+    QUESTION,
     environment,
     manifest,
     prepare,
@@ -309,3 +311,17 @@ def test_shards_open_as_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     types = opened[0].features
     assert (types["input_ids"].feature.dtype, types["completion_mask"].feature.dtype) == ("int32", "int8")
     assert manifest(tmp_path / "work")["prepared"]["vocab_size"] == 260
+
+
+@pytest.mark.parametrize("completion_only", ["true", "false"])
+def test_held_out_rows_say_what_they_ask_and_where_the_answer_begins(tmp_path: Path, completion_only: str) -> None:
+    from transformers import AutoTokenizer
+
+    for split in ("train", "test"):
+        write_jsonl(tmp_path / "rows" / f"{split}.jsonl", [CHAT] * 2)
+    prepare(tmp_path, tmp_path / "rows", f"sft: {{completion_only_loss: {completion_only}}}")
+    row: Any = sequences(tmp_path / "work", "eval")[0]
+    assert row["prompt"] == QUESTION
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "work" / "model")
+    assert tokenizer.decode(row["input_ids"][row["prompt_length"] :]) == f"{ANSWER}<|im_end|>\n"
+    assert "prompt" not in sequences(tmp_path / "work")[0]

@@ -200,7 +200,7 @@ def with_labels(rows: Dataset) -> Dataset:
             for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True)
         ]
         ready = {"input_ids": batch["input_ids"], "labels": labels}
-        return ready | {name: batch[name] for name in ("seq_lengths", "prompt_length") if name in batch}
+        return ready | {name: batch[name] for name in ("seq_lengths", "prompt", "prompt_length") if name in batch}
 
     # Renamed because TRL refuses a `completion_mask` without a `labels` column, and a transform has no columns.
     return rows.rename_column("completion_mask", "loss_mask").with_transform(label)

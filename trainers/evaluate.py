@@ -22,7 +22,7 @@ class Question:
 
     Attributes:
         ids: tokens of the prompt, with the template's opening of the answer.
-        prompt: the prompt as text.
+        prompt: what was asked, as text: without the template, where the data set says it.
         reference: the answer of the data set, without special tokens.
     """
 
@@ -46,7 +46,7 @@ def questions(rows: Any, tokenizer: PreTrainedTokenizerBase, limit: int) -> tupl
         found.append(
             Question(
                 ids=list(ids[:start]),
-                prompt=tokenizer.decode(ids[:start], skip_special_tokens=True).strip(),
+                prompt=row.get("prompt") or tokenizer.decode(ids[:start], skip_special_tokens=True).strip(),
                 reference=tokenizer.decode(ids[start:end], skip_special_tokens=True).strip(),
             )
         )
@@ -54,12 +54,15 @@ def questions(rows: Any, tokenizer: PreTrainedTokenizerBase, limit: int) -> tupl
 
 
 def answer_span(labels: Sequence[int], prompt_length: int | None = None) -> tuple[int, int]:
-    """Start and end of the last trained stretch; for a row trained from its first token on, the text's second part."""
+    """Start and end of the last trained stretch; of a row that is trained as a whole, what comes after its prompt.
+
+    The first token never carries loss: nothing predicts it.
+    """
     end = max(index for index, label in enumerate(labels) if label >= 0) + 1
     start = end
     while start and labels[start - 1] >= 0:
         start -= 1
-    if start:
+    if start > 1:
         return start, end
     return prompt_length or min(TEXT_PROMPT, max(1, end // 2)), end
 
