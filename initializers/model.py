@@ -83,7 +83,7 @@ def check_model(root: Path) -> dict[str, Any]:
     if not any((root / name).is_file() for name in TOKENIZERS):
         raise DataError(
             "the model has no tokenizer files",
-            where=str(root),
+            where="model",
             todo=f"add the tokenizer of the model (one of {', '.join(TOKENIZERS)})",
         )
     return {
@@ -104,7 +104,7 @@ def read_object(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(f"the model has no {path.name}", where="model", todo="name a Transformers model") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"not JSON: {error}", where=path.name, todo="fetch the file again") from None
     if not isinstance(value, dict):
         raise DataError("not a JSON object", where=path.name, todo="fetch the file again")
@@ -141,12 +141,18 @@ def read_header(path: Path) -> dict[str, Mapping[str, Any]]:
         start = file.read(8)
         if len(start) < 8:
             raise broken(f"the file has {size} bytes: too short for safetensors")
+        if start == b"version ":
+            raise DataError(
+                "a Git LFS pointer in the place of the weights",
+                where=path.name,
+                todo="run `git lfs pull` where the model was cloned, or name it as hf://org/name",
+            )
         (length,) = struct.unpack("<Q", start)
         if length > min(_HEADER_LIMIT, size - 8):
             raise broken(f"its header claims {length} bytes, the file has {size}")
         try:
             header = json.loads(file.read(length))
-        except ValueError:
+        except (ValueError, RecursionError):
             raise broken("its header is not JSON") from None
     if not isinstance(header, dict):
         raise broken("its header is not a JSON object")
@@ -164,12 +170,12 @@ def read_header(path: Path) -> dict[str, Mapping[str, Any]]:
 
 
 def _offsets(item: Any, broken: Any) -> tuple[int, int]:
-    offsets = item.get("data_offsets") if isinstance(item, dict) else None
-    shaped = isinstance(item, dict) and isinstance(item.get("shape"), list)
-    match offsets:
-        case [int(first), int(last)] if shaped:
+    match item:
+        case {"data_offsets": [int(first), int(last)], "shape": [*shape], "dtype": str()} if all(
+            isinstance(dimension, int) for dimension in shape
+        ):
             return first, last
-    raise broken("its header has a tensor without offsets or shape")
+    raise broken("its header has a tensor without offsets, shape or dtype")
 
 
 def _size(shape: list[int]) -> int:

@@ -91,20 +91,31 @@ def choose(
     if train is None:
         raise _no_split("dataset.split", config.split, named, files)
     notes = ["splits: as README.md states them"] if card is not None else _unused(files, train)
-    return train, _held_out(config, named, files), notes
+    return train, _held_out(config, named, files, train), notes
 
 
-def _held_out(config: DatasetConfig, named: Mapping[str, dict[str, Path]], files: Files) -> dict[str, Path]:
+def _held_out(
+    config: DatasetConfig, named: Mapping[str, dict[str, Path]], files: Files, train: Files
+) -> dict[str, Path]:
+    """The files of the held-out split, none of them trained on whatever the splits are called."""
     if config.eval_split is not None:
         found = _find(config.eval_split, named, files)
         if found is None:
             raise _no_split("dataset.eval_split", config.eval_split, named, files)
+        both = sorted(found.keys() & train.keys())
+        if both:
+            raise UsageError(
+                f"{config.eval_split!r} and the training split {config.split!r} have files in common: "
+                f"{', '.join(both[:5])}; the score would be of rows the model has seen",
+                where="dataset.eval_split",
+                todo="name another split, or hold out a part with dataset.test_size",
+            )
         return found
     if config.test_size is not None:
         return {}
     for name in EVAL_ORDER:
         found = _find(name, named, {})
-        if found is not None and name != config.split:
+        if found is not None and not found.keys() & train.keys():
             return found
     return {}
 

@@ -233,6 +233,18 @@ def test_splits_are_known_by_names(tmp_path: Path, names: str) -> None:
     assert held == (sorted(name for name in data if name.startswith(held_out)) if held_out else [])
 
 
+@pytest.mark.parametrize(
+    ("split", "file", "other"),
+    [("val", "val.jsonl", "validation"), ("validation", "dev.jsonl", "dev"), ("test", "test.jsonl", "testing")],
+)
+def test_what_is_trained_on_is_never_held_out_too(tmp_path: Path, split: str, file: str, other: str) -> None:
+    write_jsonl(tmp_path / "src" / file, [CHAT])
+    work = _prepare_with(tmp_path, tmp_path / "src", f"dataset.split={split}")
+    assert set(manifest(work)["rows"]) == {"train"}
+    with pytest.raises(UsageError, match=f"files in common: {file}"):
+        _prepare_with(tmp_path, tmp_path / "src", f"dataset.split={split}", f"dataset.eval_split={other}")
+
+
 def test_mixed_containers_make_one_split(tmp_path: Path) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "a.parquet").write_bytes(_parquet([CHAT]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import struct
 import subprocess
 import time
 from pathlib import Path
@@ -364,6 +365,14 @@ def damage(root: Path, what: str) -> None:
         (root / "model.safetensors.index.json").write_text(json.dumps(index))
     elif what == "pickle":
         weights.rename(root / "pytorch_model.bin")
+    elif what == "lfs":
+        weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
+    elif what in ("sizes", "untyped"):
+        tensor = {"shape": ["x"], "dtype": "F32"} if what == "sizes" else {"shape": [1]}
+        header = json.dumps({"weight": tensor | {"data_offsets": [0, 4]}}).encode()
+        weights.write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 4)
+    elif what == "deep":
+        weights.write_bytes(struct.pack("<Q", 100_000) + b"[" * 100_000)
     elif what == "tokenizer":
         (root / "tokenizer.json").unlink()
 
@@ -374,7 +383,8 @@ def damage(root: Path, what: str) -> None:
         ("no config", "no config.json"), ("config", "config.json: not JSON"), ("cut", "model.safetensors.*bytes"),
         ("grown", "model.safetensors.*bytes"), ("header", "header"), ("empty", "too short"), ("shape", "do not fit"),
         ("index", "model-2.safetensors, which is not there"), ("tensor", "tensor other is not in"),
-        ("pickle", "no weights in safetensors.*pickles"), ("tokenizer", "no tokenizer files"),
+        ("lfs", "a Git LFS pointer"), ("sizes", "without offsets, shape"), ("untyped", "without offsets, shape or dtype"),
+        ("deep", "not JSON"), ("pickle", "no weights in safetensors.*pickles"), ("tokenizer", "no tokenizer files"),
     ],
 )  # fmt: skip
 def test_a_damaged_model_is_refused(tmp_path: Path, what: str, match: str) -> None:
