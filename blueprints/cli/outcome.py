@@ -39,7 +39,7 @@ def _print_samples(samples: list[dict[str, Any]]) -> None:
     from rich.text import Text
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
-    table = Table(title="Held-out prompts", title_justify="left")
+    table = Table(title="Held-out prompts", title_justify="left", show_lines=True)
     for column in ("prompt", "expected", "before", "after"):
         table.add_column(column, overflow="fold", ratio=3 if column == "prompt" else 2)
     for sample in samples:
