@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Sequence
 from datetime import datetime
+from types import NoneType
 from typing import Any
 
 from blueprints.backends.local import LocalBackend
@@ -32,6 +33,7 @@ from blueprints.types import (
     RuntimeTrainer,
     Step,
     TrainJob,
+    require_type,
 )
 
 __all__ = [
@@ -104,10 +106,12 @@ class TrainerClient:
             the job's name. The name of a stopped or failed job with the same recipe makes that job go on.
 
         Raises:
+            UsageError: an argument is of another type than it should be.
             RecipeError: the configuration is invalid; all faults at once.
             ManifestError: the job's name or another option is invalid.
             EnvironmentFault: libraries are missing, or the disk cannot be written.
         """
+        _check_arguments(runtime, initializer, trainer, options)
         name = runtime.name if isinstance(runtime, Runtime) else runtime
         loaded = _load(name, initializer, trainer)
         manifest = runtime_for(loaded.recipe)
@@ -224,6 +228,17 @@ class TrainerClient:
             output=str(directory.output) if directory.output.is_dir() else None,
             metrics=run.metrics if run else {},
         )
+
+
+def _check_arguments(runtime: object, initializer: object, trainer: object, options: object) -> None:
+    require_type(runtime, (str, Runtime, NoneType), "train(runtime=...)", "a runtime's name")
+    require_type(initializer, (Initializer, NoneType), "train(initializer=...)", "Initializer(dataset=..., model=...)")
+    require_type(trainer, (BuiltinTrainer, NoneType), "train(trainer=...)", "BuiltinTrainer(config=...)")
+    require_type(options, (list, tuple, NoneType), "train(options=...)", "a list such as [Name('my-job')]")
+    if isinstance(initializer, Initializer):
+        for role, kind in (("dataset", DatasetInitializer), ("model", ModelInitializer)):
+            source = initializer.dataset if role == "dataset" else initializer.model
+            require_type(source, (str, kind, NoneType), f"Initializer({role}=...)", f"a URI or {kind.__name__}(...)")
 
 
 def _load(runtime: str | None, initializer: Initializer | None, trainer: BuiltinTrainer | None) -> LoadedRecipe:

@@ -60,7 +60,7 @@ def get_runtime(name: str) -> Manifest:
     """
     known = _shipped()
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
+        near = difflib.get_close_matches(str(name), known, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise UsageError(
             f"there is no runtime {name!r}",

@@ -7,8 +7,21 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from blueprints.errors import UsageError
+
 if TYPE_CHECKING:
     from blueprints.recipe.schema import Run
+
+
+def require_type(value: object, types: type | tuple[type, ...], where: str, wanted: str) -> None:
+    """See that an argument is of the type it should be.
+
+    Raises:
+        UsageError: it is not; `where` names the argument, `wanted` what it should be.
+    """
+    if not isinstance(value, types):
+        found = f"the class {value.__name__}" if isinstance(value, type) else f"{value!r}"
+        raise UsageError(f"found {found[:200]}", where=where, todo=f"give {wanted}")
 
 
 @dataclass(frozen=True)
@@ -65,9 +78,17 @@ class BuiltinTrainer:
 
     Attributes:
         config: `SFTConfig(...)` and its like.
+
+    Raises:
+        UsageError: `config` is something else.
     """
 
     config: Run
+
+    def __post_init__(self) -> None:
+        from blueprints.recipe.schema import Run  # the configuration at hand has imported it already
+
+        require_type(self.config, Run, "BuiltinTrainer(config=...)", "a configuration such as SFTConfig(...)")
 
 
 @dataclass(frozen=True)

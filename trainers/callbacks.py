@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import KubeflowCallback
 
 from blueprints.errors import JobFailedError
@@ -133,12 +134,31 @@ class StopOnRequest(TrainerCallback):
 
 
 class FirstStepChecks(TrainerCallback):
-    """At the first step: every trainable parameter has a gradient, and all processes take the same step."""
+    """At the first step: activations are recomputed if asked for, every trainable parameter has a gradient, and all
+    processes take the same step."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self._checked = False
         self._compared = world.size == 1
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Transformers' event: all is prepared, no step is done."""
+        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        if isinstance(base, PreTrainedModel) and base.is_activation_checkpointing != args.activation_checkpointing:
+            asked, seen = ("on", "off") if args.activation_checkpointing else ("off", "on")
+            raise JobFailedError(
+                f"gradient checkpointing: asked {asked}, in effect {seen}",
+                where="effective settings",
+                todo="this is a fault of llm-blueprints: please report it",
+            )
 
     def on_step_end(
         self,

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,7 +72,26 @@ class ResumableTrainer(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.losses = LossLog()
+        self._seconds_before = 0.0
+        self._began: float | None = None
         super().__init__(*args, **kwargs)
+
+    def begin_clock(self) -> None:
+        """Training begins, or goes on, now."""
+        self._began = time.monotonic()
+
+    @property
+    def train_seconds(self) -> float:
+        """Seconds spent on the steps that this run has kept, over restarts; evaluations in between included."""
+        return self._seconds_before + (0.0 if self._began is None else time.monotonic() - self._began)
+
+    def _run_epoch(self, **kwargs: Any) -> None:
+        # Going on from a checkpoint of the last step, Transformers would make one step too many: it looks at max_steps
+        # only after a step.
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(**kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Collect a training step's numbers; every `log_every` steps and at the last one they become a line.
@@ -107,6 +127,7 @@ class ResumableTrainer(Trainer):
             "num_tokens": self._total_train_tokens,
             "loss_sum": self.losses.loss_sum,
             "pending": self.losses.pending,
+            "train_seconds": round(self.train_seconds, 3),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -114,6 +135,7 @@ class ResumableTrainer(Trainer):
         # TRL counts tokens from 0 in every process.
         self._total_train_tokens = int(state["num_tokens"])
         self.losses = LossLog([dict(step) for step in state["pending"]], float(state["loss_sum"]))
+        self._seconds_before = float(state["train_seconds"])
 
 
 def seal(directory: Path, step: int, state: Mapping[str, Any]) -> None:

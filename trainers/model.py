@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -92,9 +93,9 @@ def load_model(directory: Path, recipe: Recipe, device: torch.device) -> PreTrai
     """The base model, complete and as asked: no weight left at random, no other kernel than the one named.
 
     Raises:
-        DataError: weights are missing, cut or of another model.
+        DataError: weights are missing, cut or of another model; it is no causal language model.
         EnvironmentFault: bitsandbytes or the attention kernel is not installed.
-        UsageError: the model has no such attention kernel.
+        UsageError: the model has no such attention kernel, or cannot recompute activations.
     """
     settings: dict[str, Any] = {
         "dtype": weights_dtype(directory, recipe, device),
@@ -105,11 +106,19 @@ def load_model(directory: Path, recipe: Recipe, device: torch.device) -> PreTrai
     if device.type == "cuda":
         settings["device_map"] = {"": device.index or 0}
     kernels = ["sdpa", "eager"] if recipe.model.attn_implementation == "auto" else [recipe.model.attn_implementation]
-    return load_causal_lm(directory, kernels, settings)
+    model = load_causal_lm(directory, kernels, settings)
+    if recipe.training.gradient_checkpointing and not model.supports_gradient_checkpointing:
+        raise UsageError(
+            f"{type(model).__name__} cannot recompute activations",
+            where="training.gradient_checkpointing",
+            todo="set training.gradient_checkpointing=false",
+        )
+    return model
 
 
 def load_causal_lm(directory: Path, kernels: list[str], settings: dict[str, Any]) -> PreTrainedModel:
     """Load a causal language model with the first of `kernels` it has; see `load_model` for the errors."""
+    check_architecture(directory, trust_remote_code=bool(settings["trust_remote_code"]))
     for kernel in kernels:
         try:
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -143,6 +152,36 @@ def load_causal_lm(directory: Path, kernels: list[str], settings: dict[str, Any]
         exact_on_cpu(model)
         return model
     raise AssertionError("unreachable: the last kernel either loads or raises")
+
+
+def check_architecture(directory: Path, *, trust_remote_code: bool) -> None:
+    """The model's configuration is one that Transformers knows, of a causal language model.
+
+    Raises:
+        DataError: it is not.
+        UsageError: it needs code of its own, which the recipe does not allow to run.
+    """
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError) as error:
+        if "trust_remote_code" in str(error):
+            raise UsageError(
+                "the model brings Python code of its own",
+                where="model.trust_remote_code",
+                todo="read that code, then set model.trust_remote_code=true, or use another model",
+            ) from error
+        raise DataError(
+            f"the model's architecture is not known: {_first_line(error)}",
+            where=str(directory / "config.json"),
+            todo="use a model that Transformers supports, or a newer Transformers",
+        ) from error
+    own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})  # set only where there is such code
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not own_code:
+        raise DataError(
+            f"the model is no causal language model: its configuration is a {type(config).__name__}",
+            where=str(directory / "config.json"),
+            todo="use a decoder model that generates text",
+        )
 
 
 def exact_on_cpu(model: PreTrainedModel) -> None:

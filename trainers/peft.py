@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from blueprints.errors import UsageError
 from blueprints.recipe.schema import LoraConfig
+
+LAYER_NUMBER = re.compile(r".*?\.[^.]*\.(\d+)\.")
+"""PEFT's rule for the index of the layer a module belongs to: the first numbered part of its name."""
+ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention, Conv1D)
+"""Kinds of layers that can carry a LoRA adapter."""
 
 
 def adapter_config(lora: LoraConfig, model: PreTrainedModel) -> PeftLoraConfig:
     """The PEFT configuration of `lora` for `model`.
 
     Raises:
-        UsageError: a layer, a pattern or a layer index the recipe names is not in the model.
+        UsageError: a layer, a pattern or a layer index the recipe names is not in the model, or would have no effect.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     _check_names(lora, modules)
@@ -33,7 +40,7 @@ def adapter_config(lora: LoraConfig, model: PreTrainedModel) -> PeftLoraConfig:
             where="lora.target_modules",
             todo=f"train it whole instead: lora.modules_to_save=[{head}]",
         )
-    return PeftLoraConfig(
+    config = PeftLoraConfig(
         task_type="CAUSAL_LM",
         r=lora.r,
         lora_alpha=lora.lora_alpha or 2 * lora.r,
@@ -49,6 +56,105 @@ def adapter_config(lora: LoraConfig, model: PreTrainedModel) -> PeftLoraConfig:
         rank_pattern=dict(lora.rank_pattern),
         alpha_pattern=dict(lora.alpha_pattern),
     )
+    _check_effect(lora, config, modules, head)
+    return config
+
+
+def _linear(modules: Mapping[str, nn.Module], head: str) -> list[str]:
+    """Names of what `all-linear` means: linear layers, the language model's head excepted."""
+    return [name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D) and name != head]
+
+
+def _check_effect(lora: LoraConfig, config: PeftLoraConfig, modules: Mapping[str, nn.Module], head: str) -> None:
+    """Everything the recipe names changes something.
+
+    Raises:
+        UsageError: no layer is left to adapt, or a name, pattern, index or `bias` would do nothing.
+    """
+    if config.target_modules == "all-linear":
+        every = _linear(modules, head)
+        config = dataclasses.replace(config, target_modules=every)
+        chosen = [name for name in every if check_target_module_exists(config, name)]
+    else:
+        chosen = [name for name in modules if check_target_module_exists(config, name)]
+    if not chosen:
+        raise UsageError(
+            "no layer gets an adapter: lora.exclude_modules, lora.modules_to_save or lora.layers_to_transform leave "
+            "none of lora.target_modules",
+            where="lora",
+            todo="leave a layer to adapt, or set lora=null to train all weights",
+        )
+    for name in chosen:
+        if not isinstance(modules[name], ADAPTABLE):
+            raise UsageError(
+                f"{name!r} cannot carry an adapter: it is a {type(modules[name]).__name__}",
+                where="lora.target_modules",
+                todo=f"name linear layers: {', '.join(_endings(_linear(modules, head)))}",
+            )
+    _check_entries(lora, chosen)
+    _check_whole(lora, modules)
+
+
+def _check_entries(lora: LoraConfig, chosen: Sequence[str]) -> None:
+    """Every target, pattern and layer index has its part in the layers that get an adapter."""
+    if isinstance(lora.target_modules, list):
+        for entry in lora.target_modules:
+            if not any(_matches([entry], name) for name in chosen):
+                raise _idle("lora.target_modules", entry, "is excluded elsewhere in the recipe", chosen)
+    for key, patterns in (("lora.rank_pattern", lora.rank_pattern), ("lora.alpha_pattern", lora.alpha_pattern)):
+        for pattern in patterns:
+            if not any(_pattern_fits(pattern, name) for name in chosen):
+                raise _idle(key, pattern, "fits no layer that gets an adapter", chosen)
+    for number in _layer_numbers(lora.layers_to_transform):
+        if number not in {int(found[1]) for name in chosen if (found := LAYER_NUMBER.match(name))}:
+            raise _idle("lora.layers_to_transform", str(number), "is a layer where nothing gets an adapter", chosen)
+
+
+def _check_whole(lora: LoraConfig, modules: Mapping[str, nn.Module]) -> None:
+    """What is trained beside the adapter is there: weights of `modules_to_save`, biases."""
+    for entry in lora.modules_to_save or []:
+        found = [name for name in modules if _matches([entry], name)]
+        if not any(True for name in found for _ in modules[name].parameters()):
+            raise UsageError(f"{entry!r} has no weights to train", where="lora.modules_to_save", todo="leave it out")
+        # PEFT goes by the end of the name's letters, not of its parts: `norm` would take `input_layernorm` too.
+        more = [name for name in modules if name.endswith(entry) and name not in found]
+        if more:
+            raise UsageError(
+                f"{entry!r} also is the end of {', '.join(_endings(more))}",
+                where="lora.modules_to_save",
+                todo=f"name more of it: {', '.join(_parents(found))}",
+            )
+    if lora.bias != "none" and not any(
+        name.endswith("bias") for module in modules.values() for name, _ in module.named_parameters()
+    ):
+        raise UsageError(
+            f"lora.bias={lora.bias} does nothing: the model has no biases", where="lora.bias", todo="leave it out"
+        )
+
+
+def _idle(key: str, entry: str, why: str, chosen: Sequence[str]) -> UsageError:
+    return UsageError(
+        f"{entry!r} {why}: it would do nothing",
+        where=key,
+        todo=f"leave it out; layers with an adapter: {', '.join(_endings(chosen))}",
+    )
+
+
+def _endings(names: Iterable[str]) -> list[str]:
+    return sorted({name.rpartition(".")[2] for name in names})
+
+
+def _parents(names: Sequence[str]) -> list[str]:
+    return sorted({".".join(name.split(".")[-2:]) for name in names})
+
+
+def _pattern_fits(pattern: str, name: str) -> bool:
+    """PEFT's rule for the keys of `rank_pattern` and `alpha_pattern`."""
+    return re.match(rf"(.*\.)?({pattern})$", name) is not None
+
+
+def _layer_numbers(layers: int | list[int] | None) -> list[int]:
+    return [] if layers is None else [layers] if isinstance(layers, int) else layers
 
 
 def _check_names(lora: LoraConfig, modules: dict[str, nn.Module]) -> None:
@@ -60,7 +166,7 @@ def _check_names(lora: LoraConfig, modules: dict[str, nn.Module]) -> None:
     _each_fits("lora.modules_to_save", lora.modules_to_save or [], modules)
     for key, patterns in (("lora.rank_pattern", lora.rank_pattern), ("lora.alpha_pattern", lora.alpha_pattern)):
         for pattern in patterns:
-            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in modules):
+            if not any(_pattern_fits(pattern, name) for name in modules):
                 raise _unknown(key, pattern, modules)
 
 
@@ -87,9 +193,8 @@ def _unknown(key: str, entry: str, modules: dict[str, nn.Module]) -> UsageError:
 
 
 def _check_layers(layers: int | list[int] | None, modules: dict[str, nn.Module]) -> None:
-    wanted = [] if layers is None else [layers] if isinstance(layers, int) else layers
     numbers = {int(part) for name in modules for part in name.split(".") if part.isdigit()}
-    for layer in wanted:
+    for layer in _layer_numbers(layers):
         if layer not in numbers:
             raise UsageError(
                 f"the model has no layer {layer}",
@@ -125,7 +230,7 @@ def expected_trainable(model: PeftModel, lora: LoraConfig) -> int:
 
 
 def _adapter_size(name: str, layer: LoraLayer, lora: LoraConfig) -> int:
-    ranks = [rank for pattern, rank in lora.rank_pattern.items() if re.match(rf"(.*\.)?({pattern})$", name)]
+    ranks = [rank for pattern, rank in lora.rank_pattern.items() if _pattern_fits(pattern, name)]
     rank = ranks[0] if ranks else lora.r
     size = rank * (layer.in_features + layer.out_features)
     return size + (layer.out_features if lora.use_dora else 0)

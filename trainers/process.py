@@ -104,8 +104,10 @@ class Stop:
         self._deferred = True
 
     def at_once(self) -> None:
-        """From now on a signal ends the process."""
+        """From now on a signal ends the process; one that came too late for the last step does so here."""
         self._deferred = False
+        if self.asked:
+            raise SystemExit(int(ExitCode.TERMINATED))
 
 
 STOP = Stop()

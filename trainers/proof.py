@@ -211,6 +211,6 @@ class ProofError(JobFailedError):
         super().__init__(
             f"the artifact proof failed for the saved {kind}: " + "; ".join(found["faults"]),
             where=f"output/proof/{kind}.json",
-            todo="do not use this artifact; free disk space if it is short and run the same command again: it saves "
-            "and proves again from the last checkpoint",
+            todo="do not use this artifact. The same command saves and proves again from the last checkpoint; that helps "
+            "where the disk was full or faulty. Logits that differ little: output.proof_tolerance says how much is allowed",
         )

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
+from blueprints import __version__
 from blueprints.errors import BlueprintError, EnvironmentFault, ExitCode, UsageError
 from blueprints.recipe.schema import Recipe
 from trainers.checkpoint import write_json
@@ -107,7 +108,7 @@ class Record:
         theirs, ours = str(before.get("recipe_hash"))[:12], recipe.hash()[:12]
         if theirs != ours:
             problem = f"the output holds the run of another recipe (its hash begins {theirs}, this one's {ours})"
-        elif before.get("data", {}).get("fingerprint") != data.get("fingerprint"):
+        elif not _same_rows(before.get("data", {}), data):
             problem = "the output holds a run on other rows: the data set was prepared again since"
         else:
             return
@@ -190,6 +191,21 @@ class Record:
                 self._lock.close()
 
 
+def _same_rows(before: dict[str, Any], data: dict[str, Any]) -> bool:
+    """Whether two preparations gave the same rows; the fingerprint differs with the code that prepared them too."""
+    if before.get("fingerprint") == data.get("fingerprint"):
+        return True
+    contents = [_contents(prepared) for prepared in (before, data)]
+    return bool(contents[0]) and contents[0] == contents[1]
+
+
+def _contents(prepared: dict[str, Any]) -> list[tuple[str, str]]:
+    """Split and sha256 of every shard, empty if the manifest does not say."""
+    splits = prepared.get("splits", {})
+    shards = [(name, shard) for name, split in splits.items() for shard in split.get("shards", [])]
+    return [(name, str(shard["sha256"])) for name, shard in shards if isinstance(shard, dict)]
+
+
 def now() -> str:
     """The time, as RFC 3339 in UTC."""
     return datetime.now(UTC).isoformat(timespec="seconds")
@@ -197,7 +213,7 @@ def now() -> str:
 
 def versions() -> dict[str, str]:
     """Versions of what this run computed with."""
-    found = {"llm-blueprints": _version("llm-blueprints"), "python": platform.python_version()}
+    found = {"llm-blueprints": __version__, "python": platform.python_version()}
     found |= {name: _version(name) for name in PACKAGES}
     found["platform"] = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
     return {name: version for name, version in found.items() if version}

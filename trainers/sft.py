@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +94,13 @@ def train(loaded: LoadedRecipe, overrides: tuple[str, ...]) -> int:
         measures = Measures(trainer, recipe, tokenizer, held_out, where.output, progress)
         trainer.add_callback(BeforeStepOne(measures, reports))
         trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
-        STOP.at_once()
-        record.measure(**training_metrics(trainer, record, time.monotonic() - reports.started))
+        record.measure(**training_metrics(trainer))
         if stop.stopped:
             say(
                 f"stopped on request at step {trainer.state.global_step}: run the same command again to go on from there"
             )
             raise SystemExit(int(ExitCode.TERMINATED))
+        STOP.at_once()
 
         proofs = proof.Proofs(where.output)
         if here.main:
@@ -224,6 +223,7 @@ def effective_settings(
         Setting("world size", str(asked), str(trainer.accelerator.num_processes), trainer.accelerator.num_processes == asked),
         *model_settings(trainer.model, recipe, args.device, args.bf16),
         Setting("gradient checkpointing", "", "on" if args.activation_checkpointing else "off"),
+        Setting("NEFTune noise", "", f"{args.neftune_noise_alpha or 'off'}"),
         Setting("packing", "on" if recipe.sft and recipe.sft.packing else "off", "on" if data.packed else "off",
                 bool(recipe.sft and recipe.sft.packing) == data.packed),
     ]  # fmt: skip
@@ -237,8 +237,7 @@ def effective_settings(
     return [
         *lines,
         Setting("optimizer", recipe.training.optim, str(args.optim.value), recipe.training.optim == args.optim.value),
-        Setting("learning rate", "", f"{args.learning_rate:g}, {args.lr_scheduler_type.value}, "
-                f"{args.get_warmup_steps(steps)} warm-up steps"),
+        Setting("learning rate", "", learning_rate(args, steps)),
         Setting("effective batch", "", f"{batch} rows ({args.per_device_train_batch_size} per process × "
                 f"{args.gradient_accumulation_steps} accumulated × {here.size} processes)"),
         Setting("steps", "", f"{steps} ({per_epoch} per epoch)"),
@@ -248,6 +247,15 @@ def effective_settings(
         Setting("seed", "", f"{args.seed}, data {args.data_seed}"),
         Setting("resumed from", "", checkpoint.path.name if checkpoint else "nothing: first start"),
     ]  # fmt: skip
+
+
+def learning_rate(args: SFTConfig, steps: int) -> str:
+    """Peak, shape and warm-up of the learning rate as they will be."""
+    shape, warmup = args.lr_scheduler_type.value, args.get_warmup_steps(steps)
+    if shape == "constant" or not warmup:
+        return f"{args.learning_rate:g}, {shape}, no warm-up"
+    short = f": the run ends after {steps}, below this rate" if warmup >= steps else ""
+    return f"{args.learning_rate:g}, {shape}, {warmup} warm-up steps{short}"
 
 
 class Measures:
@@ -331,12 +339,13 @@ class BeforeStepOne(TrainerCallback):
         with torch.random.fork_rng():
             self.measures.take("before")
         self.reports.begin(state.global_step, trainer._total_train_tokens)
+        trainer.begin_clock()
         STOP.at_step_end()
 
 
-def training_metrics(trainer: Trainer, record: Record, seconds: float) -> dict[str, float | int]:
+def training_metrics(trainer: Trainer) -> dict[str, float | int]:
     """Numbers of the training loop, summed over restarts where that is what they mean."""
-    spent = float(record.data["metrics"].get("train_seconds") or 0) + seconds
+    spent = trainer.train_seconds
     tokens = trainer._total_train_tokens
     peak = torch.cuda.max_memory_allocated() if trainer.args.device.type == "cuda" else _resident_peak()
     return {

@@ -11,6 +11,7 @@ import difflib
 import fcntl
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -44,6 +45,9 @@ LIBRARIES = {
 }
 """What the steps' own packages need beside the light client."""
 STARTED, RESUMED, ALREADY_COMPLETE = "started", "resumed", "complete"
+_LONGEST_NAME = 63
+_NAME = re.compile(rf"[a-z][-a-z0-9]{{0,{_LONGEST_NAME - 1}}}\Z")
+"""What a job can be called at all."""
 _MINIMUM_FREE_BYTES = 64 * 1024 * 1024
 _POLL_SECONDS = 0.2
 _KILL_SECONDS = 30.0
@@ -178,10 +182,11 @@ class LocalBackend:
         Raises:
             UsageError: there is no such job.
         """
-        directory = JobDirectory(self.jobs_directory / name)
-        if "/" in name or name.startswith(".") or not name or not directory.exists():
+        well_formed = isinstance(name, str) and _NAME.match(name) is not None
+        directory = JobDirectory(self.jobs_directory / name) if well_formed else None
+        if directory is None or not directory.exists():
             known = self.names()
-            near = difflib.get_close_matches(name, known, n=3)
+            near = difflib.get_close_matches(str(name)[:_LONGEST_NAME], known, n=3)
             listed = f"did you mean {', '.join(near)}?" if near else "`blueprints jobs` lists the jobs"
             raise UsageError(f"there is no job named {name!r}", where=str(self.jobs_directory), todo=listed)
         return directory

@@ -144,8 +144,9 @@ def storage_faults(where: Path) -> Iterator[None]:
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             problem = f"the directory for jobs cannot be written: {error.strerror}"
             todo = "set BLUEPRINTS_HOME to a directory of yours"
-        else:
-            raise
+        else:  # such as a path too long, a loop of links, a file system that takes no directories, a broken disk
+            problem = f"the directory for jobs cannot be used: {error.strerror or error}"
+            todo = "set BLUEPRINTS_HOME to another directory"
         raise EnvironmentFault(problem, where=str(error.filename or where), todo=todo) from None
 
 

@@ -91,6 +91,7 @@ class Supervisor:
         self.requests: list[int] = []
         self.ending: tuple[str, str] | None = None
         """Reason and message of an end that was asked for or forced; the steps are being stopped."""
+        self.lacks_devices = False
         self.failure: StepStatus | None = None
 
     def run(self) -> None:
@@ -255,7 +256,8 @@ class Supervisor:
     def _retry_or_fail(self, group: Group) -> None:
         failed = group.first_failure or next(status for status in group.statuses if status.exit_code)
         policy = group.steps[0].failure
-        hopeless = failed.exit_code in policy.fail_on or is_full(self.directory.path)
+        lacking = self.lacks_devices and failed.exit_code == ExitCode.ENVIRONMENT  # no GPU will grow here meanwhile
+        hopeless = failed.exit_code in policy.fail_on or lacking or is_full(self.directory.path)
         if hopeless or group.attempts > policy.backoff_limit:
             self._fail(group, failed)
             return
@@ -325,6 +327,7 @@ class Supervisor:
         wanted = sum(requested_gpus(step) for step in trainers)
         present = len(installed_gpus(self.environment)) if wanted else 0
         if wanted > present:
+            self.lacks_devices = True
             note = f"the recipe asks for {wanted} GPU(s), this machine shows {present}: set resources.gpu to match"
             self.status.notes.append(note)
             self._say("Job", self.job.name, "DevicesMissing", note)
