@@ -176,7 +176,16 @@ def _line_is_json(path: Path, compression: str | None, relative: str, *, alone: 
         value = json.loads(line.decode("utf-8-sig"))
     except ValueError:
         return False
-    return more or (alone and not (isinstance(value, dict) and isinstance(value.get("data"), list)))
+    return more or (
+        alone and not (isinstance(value, dict) and (isinstance(value.get("data"), list) or _columns(value)))
+    )
+
+
+def _columns(value: dict[str, Any]) -> bool:
+    """Whether an object holds columns, as pandas' `to_json` writes them, rather than one row."""
+    lists = all(isinstance(item, list) and not any(isinstance(cell, dict) for cell in item) for item in value.values())
+    numbered = all(isinstance(item, dict) and all(key.isdigit() for key in item) for item in value.values())
+    return bool(value) and (lists or numbered)
 
 
 class _Unreadable:
@@ -385,7 +394,8 @@ def _read_json(stack: ExitStack, path: Path, relative: str, compression: str | N
     text = _Text(_open(stack, path, compression), relative)
     try:
         if text.peek() == "{" and not _seek_data(text):
-            yield Fault(text.where, "", "a JSON object without a list `data`", _SHAPES)
+            hint = "from pandas: to_json(orient='records', lines=True)"
+            yield Fault(text.where, "", "a JSON object without a list `data`", _SHAPES, hint)
             return
         if text.take() != "[":
             yield Fault(text.where, "", "not a list of rows", _SHAPES)

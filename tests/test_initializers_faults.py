@@ -183,6 +183,17 @@ def test_json_without_rows(tmp_path: Path, content: bytes) -> None:
         prepare(tmp_path, tmp_path / "rows.json")
 
 
+@pytest.mark.parametrize(
+    "columns", [{"prompt": ["a"], "completion": ["b"]}, {"prompt": {"0": "a"}, "completion": {"0": "b"}}]
+)
+def test_json_of_columns_says_what_rows_look_like(tmp_path: Path, columns: Any) -> None:
+    for text in (json.dumps(columns), json.dumps(columns, indent=1)):
+        (tmp_path / "rows.json").write_text(text)
+        (fault,) = faults_of(tmp_path, tmp_path / "rows.json")
+        assert "a list of rows" in fault.expected
+        assert "to_json" in fault.hint
+
+
 def test_a_line_beyond_the_limit_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("initializers.containers.LINE_LIMIT", 1 << 20)
     (tmp_path / "rows.jsonl").write_bytes(GOOD + b'\n{"x": "' + b"x" * (2 << 20) + b'"}\n' + GOOD)
