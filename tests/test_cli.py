@@ -244,6 +244,7 @@ def test_the_environment_is_a_layer(capsys: pytest.CaptureFixture[str], monkeypa
         (["lora"], ["Low-rank adapters (PEFT)", "keys:", "use_dora", "quantize_base"]),
         (["sft"], ["Supervised fine-tuning", "packing"]),
         (["grpo.reward_funcs.name"], ["exact_match", "required"]),
+        (["grpo.reward_funcs[0].name"], ["exact_match", "required"]),
         (["runtime.env.A", "runtime.env.A=x"], ["value:   x", "override 'runtime.env.A=x'"]),
         (["sft-lora", "lora.r", "lora.r=9"], ["value:   9", "set by:  override 'lora.r=9'"]),
         (["lora.r=9", "sft-lora", "lora.lora_alpha"], ["default: 2 * r"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,9 @@ class Explanation:
         return data
 
 
+_INDEX = re.compile(r"\[\d+\]")
+
+
 def explain(key: str, loaded: LoadedRecipe | None = None) -> Explanation:
     """What `key` means, and with a recipe its value there.
 
@@ -63,6 +67,7 @@ def explain(key: str, loaded: LoadedRecipe | None = None) -> Explanation:
     Raises:
         UsageError: no such key; names the nearest.
     """
+    key = _INDEX.sub("", key)  # faults name items of lists: `grpo.reward_funcs[0].name`
     found, owner = _find(key)
     block = model_of(found.annotation) or item_model(found.annotation)
     keys = (
