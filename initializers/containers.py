@@ -483,6 +483,8 @@ def _read_table(file: IO[bytes], relative: str, *, delimiter: str | None) -> Ite
         yield from _records(reader, header, relative)
     except _Broken as broken:
         yield broken.fault
+    except csv.Error as error:
+        yield Fault(f"{relative}:1", "", f"not CSV: {error}", "quotes in pairs, and lines that end in LF or CRLF")
 
 
 def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:

@@ -194,6 +194,13 @@ def test_json_of_columns_says_what_rows_look_like(tmp_path: Path, columns: Any) 
         assert "to_json" in fault.hint
 
 
+@pytest.mark.parametrize("content", [b"prompt,completion\ra,b\rc,d\r", b'prompt,"completion\na,b\n'])
+def test_a_header_that_is_no_csv(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "rows.csv").write_bytes(content)
+    (fault,) = faults_of(tmp_path, tmp_path / "rows.csv")
+    assert (fault.where, fault.problem.startswith("not CSV: ")) == ("rows.csv:1", True)
+
+
 def test_a_line_beyond_the_limit_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("initializers.containers.LINE_LIMIT", 1 << 20)
     (tmp_path / "rows.jsonl").write_bytes(GOOD + b'\n{"x": "' + b"x" * (2 << 20) + b'"}\n' + GOOD)
