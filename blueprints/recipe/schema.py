@@ -101,8 +101,8 @@ class ModelConfig(Block):
     revision: Text | None = None
     """Branch, tag or commit of a `hf://` model; the commit it resolves to is recorded with the output."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type the frozen weights are kept in. `auto`: float32 on CPU; on GPU the type the checkpoint was saved in. Smaller
-    types halve memory and lose precision."""
+    """Type the weights are kept in. `auto`: float32 on CPU and where all weights are trained; frozen weights on GPU in
+    the type the checkpoint was saved in. 16 bits halve memory and lose precision."""
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
     """Attention kernel, by Transformers' name. `auto` takes `sdpa`. A kernel that is not installed stops the run."""
     trust_remote_code: bool = False
@@ -404,7 +404,8 @@ class OutputConfig(Block):
     proof_rows: PositiveInt = 8
     """Held-out rows on which the reloaded artifact's logits are compared with the live model's."""
     proof_tolerance: PositiveFloat | None = None
-    """Largest difference of a logit allowed by the proof. Default: 1e-3 in float32, 0.1 in 16 bits or 4 bits."""
+    """Largest difference of a logit allowed by the proof. Default: 1e-3 in float32, 0.1 in 16 bits or 4 bits (0.2 for a
+    merged model), times the standard deviation of the live model's logits where that is above 1."""
 
 
 class ResourcesConfig(Block):
