@@ -9,7 +9,7 @@ CONSTRAINTS := images/constraints.txt
 TORCH ?= torch==2.13.0
 # The first interpreter that is 3.11, 3.12 or 3.13. Override with `make PYTHON=/path/to/python3.12 test`.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
-  "$$p" -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && { echo "$$p"; break; }; done)
+  "$$p" -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && { echo "$$p"; break; }; done)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help quickstart test test-slow lint types imports docs format lock reference clean
@@ -18,7 +18,7 @@ help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r t d; do printf '  make %-12s %s\n' "$$t" "$$d"; done
 
 $(BIN)/python:
-	@if [ -z "$(PYTHON)" ]; then echo "Python 3.11, 3.12 or 3.13 is needed (with its venv module); found none. Set PYTHON=/path/to/python3." >&2; exit 5; fi
+	@if [ -z "$(PYTHON)" ]; then echo "Python 3.11, 3.12 or 3.13 is needed, with its venv and ensurepip modules (on Debian or Ubuntu: apt install python3-venv); none was found. Set PYTHON=/path/to/python3." >&2; exit 5; fi
 	@echo "Creating $(VENV) with $(PYTHON)"
 	@rm -rf $(VENV)
 	@"$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); echo "The venv module failed: on Debian or Ubuntu, install python3-venv." >&2; exit 5; }
