@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -138,6 +139,23 @@ def test_mistakes_are_named_before_anything_starts(client: TrainerClient) -> Non
         client.train(trainer=BuiltinTrainer(config=config), initializer=EMBEDDED)
     with pytest.raises(UsageError, match="neither a trainer nor a runtime"):
         client.train()
+    assert client.list_jobs() == []
+
+
+def test_arguments_of_another_type_are_named(client: TrainerClient) -> None:
+    wrong: Any = {"method": "sft"}
+    for config in (wrong, None, SFTConfig, "sft"):
+        with pytest.raises(UsageError, match="config"):
+            BuiltinTrainer(config=config)
+    for arguments in (
+        {"trainer": SMALL}, {"runtime": 5}, {"initializer": wrong}, {"options": Name("x")},
+        {"initializer": Initializer(dataset=wrong)},
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match="give "):
+            client.train(**({"trainer": BuiltinTrainer(config=SMALL)} | arguments))
+    for name in (wrong, None, 5, "x" * 300):
+        with pytest.raises(UsageError, match="no job"):
+            client.get_job(name)
     assert client.list_jobs() == []
 
 

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,6 +129,16 @@ def test_wait_with_a_limit_says_that_it_still_runs(backend: LocalBackend) -> Non
     result = run("wait", "nap", "--timeout", "0.5")
     assert result.returncode == 4
     assert "still Running" in result.stderr
+
+
+def test_waiting_for_a_job_that_is_deleted_ends_with_a_clear_error(backend: LocalBackend) -> None:
+    backend.start(tiny_job("nap"), tiny_runtime(NAPPING))
+    waiting = threading.Timer(1.0, backend.delete, ("nap",), {"force": True})
+    waiting.start()
+    result = run("wait", "nap", "--timeout", "30")
+    waiting.join()
+    assert result.returncode == 4
+    assert "bug" not in result.stderr
 
 
 def test_running_job_is_deleted_only_by_force(backend: LocalBackend) -> None:

@@ -131,6 +131,31 @@ def test_a_local_path_of_the_user_is_not_mistaken_for_the_workspace(backend: Loc
     assert printed(backend, "tiny") == [f"file:///workspace/rows.jsonl a={workspace}/x /workspaces/y"]
 
 
+def test_a_recipe_that_speaks_of_the_workspace_reaches_every_step_unchanged(backend: LocalBackend) -> None:
+    said = "model.chat_template=in /workspace"
+    show = python("import os, sys; print(sys.argv[1:], os.environ['BLUEPRINTS_OVERRIDES'])")
+    env = [{"name": "BLUEPRINTS_OVERRIDES", "value": f'["{said}"]'}]
+    backend.start(tiny_job(trainer={"args": [said], "env": env}), tiny_runtime(show))
+    backend.wait("tiny", timeout=WAIT)
+    assert printed(backend, "tiny") == [f"['{said}'] [\"{said}\"]"]
+
+
+def test_logs_are_utf8_whatever_the_callers_terminal(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    monkeypatch.setenv("LC_ALL", "C")
+    backend.start(tiny_job(), tiny_runtime(python("print('⟦é⟧')")))
+    assert backend.wait("tiny", timeout=WAIT).exit_code == 0
+    assert printed(backend, "tiny") == ["⟦é⟧"]
+
+
+def test_missing_gpus_are_not_waited_for(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    resources = {"resourcesPerNode": {"limits": {"nvidia.com/gpu": 1}}}
+    backend.start(tiny_job(trainer=resources), tiny_runtime(python("raise SystemExit(5)"), backoff=3))
+    status = backend.wait("tiny", timeout=WAIT)
+    assert (status.exit_code, status.steps[0].attempts) == (5, 1)
+
+
 def test_two_nodes_reduce_together_over_loopback(backend: LocalBackend, tmp_path: Path) -> None:
     script = tmp_path / "reduce.py"
     script.write_text(
@@ -355,8 +380,9 @@ def test_unknown_names_come_with_near_ones(backend: LocalBackend) -> None:
     backend.start(tiny_job("orders-1"), tiny_runtime(["true"]))
     with pytest.raises(UsageError, match="orders-1"):
         backend.get("order-1")
-    with pytest.raises(UsageError, match="no job"):
-        backend.get("../jobs/orders-1")
+    for name in ("../jobs/orders-1", "", ".", "x" * 300, "a\0b"):
+        with pytest.raises(UsageError, match="no job"):
+            backend.get(name)
     with pytest.raises(UsageError, match="its steps are node-0"):
         backend.logs("orders-1", ["node-7"])
 
@@ -391,6 +417,13 @@ def test_home_that_is_a_file_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(EnvironmentFault, match="BLUEPRINTS_HOME"):
         LocalBackend(tmp_path / "file").start(tiny_job(), tiny_runtime(["true"]))
+
+
+def test_home_that_cannot_be_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for home in (tmp_path / "loop", tmp_path / ("long" * 100), Path("/proc/no-such")):
+        with pytest.raises(EnvironmentFault, match="BLUEPRINTS_HOME"):
+            LocalBackend(home).start(tiny_job(), tiny_runtime(["true"]))
 
 
 def test_no_free_port_is_one_clear_error(tmp_path: Path) -> None:

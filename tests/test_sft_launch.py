@@ -45,6 +45,15 @@ def test_the_exit_code_is_that_of_the_first_failure(tmp_path: Path) -> None:
     assert "Traceback" not in done.stdout
 
 
+def test_torchrun_hands_arguments_on_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "show.py").write_text("import json, sys; json.dump(sys.argv[1:], open('argv.json', 'w'))")
+    given = ["a=$$ $local_rank ${local_rank} $(HOME) $", "b=c\nd"]
+    here = environment(tmp_path)["PYTHONPATH"] + os.pathsep + str(tmp_path)
+    done = launch(tmp_path, "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "-m", "show", *given, PYTHONPATH=here)
+    assert done.returncode == 0, done.stdout
+    assert json.loads((tmp_path / "argv.json").read_text()) == given
+
+
 def test_a_port_in_use_is_the_environments_fault(tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text("")
     with socket.socket() as taken:

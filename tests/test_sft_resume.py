@@ -69,6 +69,28 @@ def test_a_run_killed_at_a_random_step_ends_as_the_unbroken_one(unbroken: Path, 
     same_run(root, unbroken)
 
 
+def test_a_run_killed_after_its_last_step_makes_no_step_more(tmp_path: Path) -> None:
+    root = build(tmp_path)
+    steps = ("training.max_steps=7", "training.lr_scheduler_type=constant", "training.save_steps=3")
+    process = start(root, *steps)
+    last = root / "output" / "checkpoint-7"
+    deadline = time.monotonic() + 120
+    while not (last / "complete.json").exists():
+        assert process.poll() is None, (root / "first.log").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
+    trained = (last / "adapter_model.safetensors").read_bytes()
+    again = train(root, *steps)
+    assert again.returncode == 0, again.stdout
+    assert "going on from checkpoint-7" in again.stdout
+    assert len(losses(root)) == run_record(root)["metrics"]["steps"] == 7
+    assert (root / "output" / "adapter" / "adapter_model.safetensors").read_bytes() == trained
+    # What the run took before it was killed counts: otherwise the pace would be that of no time at all.
+    assert run_record(root)["metrics"]["train_seconds"] > 0.03
+
+
 @pytest.mark.parametrize("damage", ["truncated", "changed", "unsealed"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(damage: str, unbroken: Path, tmp_path: Path) -> None:
     root = build(tmp_path)

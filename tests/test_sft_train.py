@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sft_workspace import build, command, environment, losses, run_record, train, train_here
 
-from blueprints.errors import BlueprintError
+from blueprints.errors import BlueprintError, DataError
 
 VARIANTS = {
     "full": ["lora=null", "training.learning_rate=1.0e-3"],
@@ -110,6 +110,14 @@ def test_a_hub_model_stays_the_adapters_base(tmp_path: Path, monkeypatch: pytest
         (["lora.target_modules=[q_prj,v_proj]"], 2, ["'q_prj'", "q_proj"]),
         (["lora.exclude_modules=[nothing_like_it]"], 2, ["nothing_like_it"]),
         (["lora.target_modules=[q_proj]", "lora.layers_to_transform=[7]"], 2, ["no layer 7", "0 to 1"]),
+        (["lora.target_modules=[mlp]"], 2, ["'model.layers.0.mlp'", "LlamaMLP", "down_proj"]),
+        (["lora.exclude_modules=.*"], 2, ["no layer gets an adapter"]),
+        (["lora.target_modules=[q_proj,v_proj]", "lora.exclude_modules=[q_proj]"], 2, ["'q_proj'", "excluded"]),
+        (["lora.target_modules=[v_proj]", "lora.rank_pattern={q_proj: 2}"], 2, ["rank_pattern", "would do nothing"]),
+        (["lora.alpha_pattern={lm_head: 2}"], 2, ["alpha_pattern", "would do nothing"]),
+        (["lora.modules_to_save=[norm]"], 2, ["input_layernorm", "model.norm"]),
+        (["lora.modules_to_save=[rotary_emb]"], 2, ["no weights"]),
+        (["lora.bias=all"], 2, ["the model has no biases"]),
         (["resources.num_proc_per_node=2", "resources.strategy=zero3"], 2, ["zero3", "not in this release"]),
         (["resources.num_proc_per_node=2"], 2, ["2 process(es)", "1 process(es)"]),
         (["resources.gpu=1"], 5, ["asks for 1 GPU(s)", "resources.gpu=0"]),
@@ -126,6 +134,27 @@ def test_what_cannot_be_had_stops_the_run(
     assert caught.value.exit_code == code
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("architecture", ["nosuchtype", "t5"])
+def test_a_model_that_is_no_known_language_model_is_invalid_data(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = build(tmp_path)
+    (root / "model" / "config.json").write_text(json.dumps({"model_type": architecture}))
+    with pytest.raises(DataError, match=r"architecture is not known|no causal language model"):
+        train_here(root, monkeypatch)
+    assert run_record(root)["status"] == "failed"
+
+
+def test_a_terminal_without_unicode_is_no_obstacle(tmp_path: Path) -> None:
+    root = build(tmp_path)
+    ascii_only = environment(root) | {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = subprocess.run(
+        command(root, "training.max_steps=1"), env=ascii_only, cwd=root, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"\\u27e6" in done.stdout
 
 
 def test_a_corrected_recipe_may_use_the_output_of_a_start_that_got_nowhere(

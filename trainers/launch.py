@@ -161,6 +161,16 @@ class Launcher:
         return int(error.exit_code)
 
 
+def literal(command: Sequence[str]) -> list[str]:
+    """The command with the arguments after `-m MODULE` as torchrun hands them on unchanged.
+
+    torchrun reads them as templates: it would replace `$local_rank` and make `$` of `$$`.
+    """
+    words = list(command)
+    start = words.index("-m") + 2 if "-m" in words else len(words)
+    return words[:start] + [word.replace("$", "$$") for word in words[start:]]
+
+
 def _cause(lines: Sequence[str]) -> str:
     """The last line that names an error."""
     named = [line.strip() for line in lines if re.match(r"\s*[\w.]*(Error|Exception)\b", line)]
@@ -175,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(ExitCode.DONE if command else ExitCode.USER_INPUT)
     with tempfile.TemporaryDirectory(prefix="llm-blueprints-") as directory:
         try:
-            launcher = Launcher(command, Path(directory))
+            launcher = Launcher(literal(command), Path(directory))
         except (FileNotFoundError, PermissionError) as error:
             fault = UsageError(f"cannot run {command[0]!r}: {error.strerror}", todo="give torchrun's command line")
             print(f"error: {fault}", file=sys.stderr)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from torch import nn
 from transformers import PreTrainedModel
@@ -230,6 +230,9 @@ def expected_trainable(model: PeftModel, lora: LoraConfig) -> int:
 
 
 def _adapter_size(name: str, layer: LoraLayer, lora: LoraConfig) -> int:
+    if isinstance(layer, ParamWrapper):
+        # Experts kept as one tensor: PEFT itself sizes their adapters, by architecture.
+        return sum(parameter.numel() for part in (layer.lora_A, layer.lora_B) for parameter in part.parameters())
     ranks = [rank for pattern, rank in lora.rank_pattern.items() if _pattern_fits(pattern, name)]
     rank = ranks[0] if ranks else lora.r
     size = rank * (layer.in_features + layer.out_features)

@@ -5,6 +5,7 @@ Standard library only, and quick to import: a SIGTERM that comes while torch is 
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -120,6 +121,9 @@ def register() -> None:
     after the request to stop sees the launcher's `stop` file instead.
     """
     STOP.listen()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a log in ASCII must not end the training
     where = os.environ.get(LAUNCH_DIR)
     if where:
         os.dup2(sys.stdout.fileno(), sys.stderr.fileno())  # torchrun's own stderr is the launcher's to read

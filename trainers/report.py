@@ -14,7 +14,7 @@ from trainers.callbacks import duration, read_metrics
 from trainers.checkpoint import write_text
 from trainers.mask import CLOSE, OPEN
 
-WIDTH, HEIGHT = 640, 220
+WIDTH, HEIGHT = 440, 190
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 12, 28
 """Margins of a chart in pixels."""
 MOST_POINTS = 600
@@ -41,9 +41,10 @@ th, td { text-align: left; vertical-align: top; padding: .38rem .7rem .38rem 0; 
 th { color: var(--soft); font-weight: 550; } td.text, pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 code, pre, td.text, .mono { font-family: ui-monospace, SFMono-Regular, Menlo, monospace; font-size: .84rem; }
 pre { margin: .3rem 0; } mark { background: var(--mark); color: inherit; border-radius: .2rem; }
-svg { width: 100%; height: auto; display: block; } svg text { fill: var(--soft); font-size: 11px; }
+svg { width: 100%; height: auto; display: block; } svg text { fill: var(--soft); font-size: 13px; }
 .grid { stroke: var(--line); stroke-width: 1; } .a { stroke: var(--a); fill: none; stroke-width: 1.8; }
-.b { stroke: var(--b); fill: none; stroke-width: 1.8; } .dot { fill: var(--b); } details summary { cursor: pointer; }
+.b { stroke: var(--b); fill: none; stroke-width: 1.8; } .dot { fill: var(--b); }
+.dot-a { fill: var(--a); } details summary { cursor: pointer; }
 """
 
 Curve = Sequence[tuple[float, float]]
@@ -164,7 +165,7 @@ def _chart(name: str, first: Curve, second: Curve) -> str:
         value = low + share * (high - low)
         _, y = place(begin, value)
         parts.append(f"<line class='grid' x1='{LEFT}' x2='{WIDTH - RIGHT}' y1='{y}' y2='{y}'/>")
-        parts.append(f"<text x='{LEFT - 6}' y='{y + 4}' text-anchor='end'>{value:.3g}</text>")
+        parts.append(f"<text x='{LEFT - 6}' y='{y + 4}' text-anchor='end'>{_short(value)}</text>")
     for step in (begin, end):
         x, _ = place(step, low)
         parts.append(f"<text x='{x}' y='{HEIGHT - 8}' text-anchor='middle'>{step:g}</text>")
@@ -172,16 +173,22 @@ def _chart(name: str, first: Curve, second: Curve) -> str:
         if points:
             path = " ".join(f"{x},{y}" for x, y in (place(*point) for point in points))
             parts.append(f"<polyline class='{kind}' points='{path}'/>")
-    for point in _thin(second):
+    # A line of one point would be invisible.
+    dots = [("dot-a", point) for point in first if len(first) == 1] + [("dot", point) for point in _thin(second)]
+    for kind, point in dots:
         x, y = place(*point)
         parts.append(
-            f"<circle class='dot' cx='{x}' cy='{y}' r='3'><title>step {point[0]:g}: {point[1]:.4g}</title></circle>"
+            f"<circle class='{kind}' cx='{x}' cy='{y}' r='4'><title>step {point[0]:g}: {_short(point[1])}</title></circle>"
         )
     legend = f"{name}: <b style='color:var(--a)'>training</b>" if second else f"{name}"
     legend += " and <b style='color:var(--b)'>held out</b>" if second else ""
-    last = f"<span class='soft'> · last {first[-1][1]:.4g}</span>"
+    last = f"<span class='soft'> · last {_short(first[-1][1], 4)}</span>"
     label = f"role='img' aria-label='{escape(name)} by step'"
     return f"<div class='card'>{legend}{last}<svg viewBox='0 0 {WIDTH} {HEIGHT}' {label}>{''.join(parts)}</svg></div>"
+
+
+def _short(value: float, digits: int = 3) -> str:
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.{digits}g}"
 
 
 def _thin(points: Curve) -> Curve:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from blueprints.errors import EnvironmentFault, ExitCode
+from blueprints.errors import EnvironmentFault, ExitCode, UsageError
 from blueprints.progress import Progress
 from blueprints.recipe import LoadedRecipe
 from blueprints.recipe.schema import Recipe
@@ -65,15 +67,16 @@ def train(loaded: LoadedRecipe, overrides: tuple[str, ...]) -> int:
         )
         reports = StepReports(where.output / "metrics.jsonl", progress, main=here.main)
         stop = StopOnRequest(here, args.device)
-        trainer = Trainer(
-            model=model,
-            args=args,
-            train_dataset=rows,
-            eval_dataset=held_out,
-            processing_class=tokenizer,
-            peft_config=adapter_config(recipe.lora, model) if recipe.lora else None,
-            callbacks=[reports, stop, FirstStepChecks(here)],
-        )
+        with refusals():
+            trainer = Trainer(
+                model=model,
+                args=args,
+                train_dataset=rows,
+                eval_dataset=held_out,
+                processing_class=tokenizer,
+                peft_config=adapter_config(recipe.lora, model) if recipe.lora else None,
+                callbacks=[reports, stop, FirstStepChecks(here)],
+            )
         trainer.remove_callback(PrinterCallback)
         trainer.log_every, trainer.keep, stop.trainer = (
             recipe.training.logging_steps,
@@ -122,6 +125,23 @@ def train(loaded: LoadedRecipe, overrides: tuple[str, ...]) -> int:
         say(outcome(record))
         progress.update("done", force=True)
     return 0
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """What TRL and PEFT refuse to combine, as the recipe's fault.
+
+    Raises:
+        UsageError: they do.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(
+            f"this model and these settings do not go together: {' '.join(str(error).split())}",
+            where="recipe",
+            todo="change the settings it names",
+        ) from error
 
 
 def sft_config(recipe: Recipe, output: Path) -> SFTConfig:

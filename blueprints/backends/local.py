@@ -144,6 +144,7 @@ class LocalBackend:
         write_commands(directory)  # this interpreter's: another one may have created the job
         environment = {name: value for name, value in os.environ.items() if name not in (JOB_MARKER, STEP_MARKER)}
         add_package_path(environment)
+        environment |= {"PYTHONUTF8": "1", "PYTHONIOENCODING": "utf-8"}
         with directory.supervisor_log.open("ab") as log:
             start = log.tell()
             code = subprocess.run(

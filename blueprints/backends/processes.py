@@ -31,6 +31,8 @@ _NOT_INHERITED = re.compile(
 )
 """Variables that configure a step: those of the caller's own environment must not leak into the job."""
 _WORKSPACE_PATH = re.compile(r"(?<![\w/.~-])/workspace(?![\w.-])")
+_OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
+"""The beginning of an argument `key=value`."""
 _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_.-][A-Za-z0-9_.-]*)\)")
 _COMPLETION_INDEX = re.compile(r"^metadata\.(annotations|labels)\['batch\.kubernetes\.io/job-completion-index'\]$")
 
@@ -64,13 +66,16 @@ def step_environment(
         [str(directory.path / "bin"), str(Path(sys.executable).parent), base.get("PATH") or os.defpath]
     )
     add_package_path(environment)
-    environment["PYTHONUNBUFFERED"] = "1"
+    # Logs are UTF-8 whatever the terminal speaks from which the job was started.
+    environment |= {"PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1", "PYTHONIOENCODING": "utf-8"}
     for variable in step.env:
         value = _value_of(variable, step, directory, base)
         if value is None:
             environment.pop(variable.name, None)
         else:
-            environment[variable.name] = _local_path(_expand(value, environment), step, directory)
+            text = _expand(value, environment)
+            ours = variable.name.startswith("BLUEPRINTS_")  # the recipe, which is the same everywhere
+            environment[variable.name] = text if ours else _local_path(text, step, directory)
     if "PET_MASTER_ADDR" in environment:
         # The cluster's DNS name and its fixed port mean nothing here; two jobs must not meet at one port.
         environment |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
@@ -165,6 +170,9 @@ def _expand(text: str, environment: Mapping[str, str]) -> str:
 def _local_path(text: str, step: Step, directory: JobDirectory) -> str:
     if not any(mount.path.rstrip("/") == WORKSPACE for mount in step.mounts):
         return text
+    override = _OVERRIDE.match(text)
+    if override and not text[override.end() :].startswith(WORKSPACE):
+        return text  # such as a chat template that speaks of /workspace: every step must read the same recipe
     return _WORKSPACE_PATH.sub(lambda _: str(directory.workspace), text)
 
 
@@ -291,7 +299,7 @@ def kill_marked(variable: str, value: str, *, root: int | None = None, patience:
 def _marked(variable: str, value: str, root: int | None) -> list[int]:
     if not Path("/proc/self/environ").exists():
         return _descendants(root) if root is not None else []
-    wanted = f"{variable}={value}".encode()
+    wanted = os.fsencode(f"{variable}={value}")
     found: list[int] = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():

@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-from blueprints.errors import EnvironmentFault
+from blueprints.errors import EnvironmentFault, JobFailedError
 
 CREATED, RUNNING, COMPLETE, FAILED = "Created", "Running", "Complete", "Failed"
 FINISHED = (COMPLETE, FAILED)
@@ -211,7 +211,11 @@ class JobDirectory:
         write_atomic(self.path / "status.json", json.dumps(status.as_dict(), indent=1))
 
     def read_status(self) -> JobStatus:
-        """The status, with a job whose supervisor died reported as failed."""
+        """The status, with a job whose supervisor died reported as failed.
+
+        Raises:
+            JobFailedError: the job has been deleted.
+        """
         status = self._stored_status()
         if status.finished or self.is_owned():
             return status
@@ -222,7 +226,15 @@ class JobDirectory:
         return _lost(status, (self.path / "status.json").stat().st_mtime)
 
     def _stored_status(self) -> JobStatus:
-        return JobStatus.from_dict(json.loads((self.path / "status.json").read_text(encoding="utf-8")))
+        try:
+            text = (self.path / "status.json").read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise JobFailedError(
+                f"the job {self.name!r} was deleted meanwhile",
+                where=str(self.path),
+                todo="`blueprints jobs` lists the jobs",
+            ) from None
+        return JobStatus.from_dict(json.loads(text))
 
     def event(self, kind: str, name: str, reason: str, message: str) -> None:
         """Append an event."""
