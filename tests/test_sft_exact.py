@@ -10,7 +10,7 @@ import pytest
 import torch
 from sft_workspace import build, losses, packed, raw_rows, run_record, save_model, tokenised, train_here
 
-from blueprints.errors import JobFailedError
+from blueprints.errors import UsageError
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
@@ -77,7 +77,7 @@ def test_a_model_that_lets_documents_see_each_other_is_stopped(tmp_path: Path) -
         return whole(**inputs, attention_mask=torch.ones_like(inputs["input_ids"]), position_ids=position_ids)
 
     model.forward = leaking
-    with pytest.raises(JobFailedError, match="see each other"):
+    with pytest.raises(UsageError, match="see each other"):
         isolation(model, list(range(4, 20)), [8, 8], torch.device("cpu"), False)
 
 

@@ -157,6 +157,21 @@ def test_a_terminal_without_unicode_is_no_obstacle(tmp_path: Path) -> None:
     assert b"\\u27e6" in done.stdout
 
 
+def test_a_mixture_of_experts_is_trained_and_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    root = build(tmp_path)
+    vocabulary = json.loads((root / "model" / "config.json").read_text())["vocab_size"]
+    config = MixtralConfig(
+        vocab_size=vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, num_local_experts=4, num_experts_per_tok=2,
+        pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+    MixtralForCausalLM(config).save_pretrained(root / "model")
+    assert train_here(root, monkeypatch, "training.max_steps=2") == 0
+    assert run_record(root)["proofs"]["adapter"]["passed"]
+
+
 def test_a_corrected_recipe_may_use_the_output_of_a_start_that_got_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

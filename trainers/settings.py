@@ -183,7 +183,7 @@ def isolation(model: nn.Module, ids: list[int], lengths: list[int], device: torc
         `documents`, `difference` (largest difference of a logit to the documents alone), `leak` (largest change).
 
     Raises:
-        JobFailedError: documents see each other with this model and attention kernel.
+        UsageError: documents see each other with this model and attention kernel.
     """
     documents = _probe(lengths)
     if len(documents) < 2:
@@ -210,7 +210,7 @@ def isolation(model: nn.Module, ids: list[int], lengths: list[int], device: torc
     exact = _compute(model) == "float32" and not bf16
     bound = (1e-3 if exact else 0.1) * max(1.0, packed.std().item())
     if leak > bound / 10 or difference > bound:
-        raise JobFailedError(
+        raise UsageError(
             f"packed documents see each other: logits differ by {difference:.2g} from the documents alone (bound "
             f"{bound:.2g}) and change by {leak:.2g} with another document's tokens",
             where=f"sft.packing with {type(model).__name__} and attention {model.config._attn_implementation}",

@@ -313,16 +313,17 @@ class Measures:
         self.trainer.accelerator.wait_for_everyone()
 
     def _answer(self, prompts: list[list[int]]) -> list[str]:
-        return evaluate.answers(
-            self.trainer.model,
-            self.tokenizer,
-            prompts,
-            stops=self.stops,
-            batch_size=self.recipe.training.per_device_eval_batch_size,
-            max_new_tokens=self.recipe.eval.max_new_tokens,
-            bf16=self.trainer.args.bf16,
-            tick=lambda done: self.progress.update("evaluate", done, len(prompts), unit="rows"),
-        )
+        with without_router_logits(self.trainer.model):
+            return evaluate.answers(
+                self.trainer.model,
+                self.tokenizer,
+                prompts,
+                stops=self.stops,
+                batch_size=self.recipe.training.per_device_eval_batch_size,
+                max_new_tokens=self.recipe.eval.max_new_tokens,
+                bf16=self.trainer.args.bf16,
+                tick=lambda done: self.progress.update("evaluate", done, len(prompts), unit="rows"),
+            )
 
     def _write_samples(self) -> None:
         lines = []
@@ -340,6 +341,20 @@ class Measures:
             for name, key in (("eval_loss", "loss"), ("exact_match", "exact_match"))
             if when in self.found and key in self.found[when]
         }
+
+
+@contextmanager
+def without_router_logits(model: Any) -> Iterator[None]:
+    """TRL makes mixture-of-experts models return their routers' logits, which generation with a cache cannot take."""
+    config = model.config.get_text_config()
+    on = bool(config.to_dict().get("output_router_logits"))
+    if on:
+        config.output_router_logits = False
+    try:
+        yield
+    finally:
+        if on:
+            config.output_router_logits = True
 
 
 class BeforeStepOne(TrainerCallback):
