@@ -45,7 +45,7 @@ def test_shipped_runtime_gives_three_steps_in_order() -> None:
     assert env(dataset)["STORAGE_URI"] == "builtin://orders"
     assert env(node)["PET_MASTER_ADDR"] == "demo-node-0-0.demo"
     assert env(node)["PET_MASTER_PORT"] == "29500"
-    assert (node.failure.backoff_limit, node.failure.fail_on) == (3, frozenset({2, 3}))
+    assert (node.failure.backoff_limit, node.failure.fail_on) == (3, frozenset({2, 3, 4}))
     assert node.grace_seconds == 600
     assert resolved.success == {"node"}
 

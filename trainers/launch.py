@@ -2,7 +2,8 @@
 
 torchrun alone gives its processes 30 seconds after SIGTERM and always exits 1. Here SIGTERM goes to the training
 processes themselves, which then have the Pod's whole grace period to save; the exit code is that of the process that
-failed first, 143 after a stop, and 5 when torchrun could not start them (port in use, no rendezvous). A second signal
+failed first, 128 + N if signal N killed it, 143 after a stop, and 5 when torchrun could not start them (port in use,
+no rendezvous). A second signal
 kills. Standard library only.
 """
 
@@ -128,8 +129,10 @@ class Launcher:
         said = "\n".join(self._lines)
         killed = KILLED.search(said)
         error: BlueprintError
+        exit_code: int | None = None
         if killed:
             number = int(killed[1])
+            exit_code = 128 + number  # the shell's convention; unlike a failed training, it may succeed when run again
             name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
             memory = "; SIGKILL usually means that the machine's or the container's memory was used up"
             error = JobFailedError(
@@ -158,7 +161,7 @@ class Launcher:
                 )
         print(f"error: {error}", file=sys.stderr, flush=True)
         write_termination(error)
-        return int(error.exit_code)
+        return int(error.exit_code) if exit_code is None else exit_code
 
 
 def literal(command: Sequence[str]) -> list[str]:

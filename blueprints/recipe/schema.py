@@ -701,6 +701,13 @@ IDLE = (
         )
         for key in ("adam_beta1", "adam_beta2", "adam_epsilon")
     ),
+    Idle(
+        "training.warmup_steps",
+        "training.lr_scheduler_type",
+        lambda recipe: recipe.training.lr_scheduler_type == "constant",
+        "the schedule `constant` has no warm-up",
+        "Leave it out or choose `constant_with_warmup`.",
+    ),
     *(
         Idle(
             f"grpo.{key}",
