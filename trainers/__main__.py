@@ -47,6 +47,9 @@ def main(argv: Sequence[str]) -> int:
             where=arguments.recipe,
             todo=f"use one of: {', '.join(METHODS)}",
         )
+    here = process.world()
+    if here.local_rank == 0 and not here.main:
+        print(f"rank {here.rank} of {here.size}: rank 0, on the first node, prints for all", flush=True)
     module, function = METHODS[method].split(":")
     code: int = getattr(importlib.import_module(module), function)(loaded, tuple(arguments.overrides))
     return code
