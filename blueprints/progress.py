@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 Phase = Literal["download", "validate", "prepare", "train", "evaluate", "prove", "report", "done"]
-PHASES: tuple[Phase, ...] = ("download", "validate", "prepare", "train", "evaluate", "prove", "report", "done")
 
 VARIABLE = "BLUEPRINTS_PROGRESS"
 MIN_INTERVAL = 0.2

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from blueprints.digests import digest, tokenizer_digest
 from blueprints.errors import DataError, Fault, RowsError, UsageError
 from blueprints.progress import Progress
 from blueprints.recipe.schema import Recipe
@@ -22,8 +23,8 @@ from initializers.settings import Request, Settings
 from initializers.sources import Resolved, source_for
 from initializers.sources.file import local_path
 from initializers.sources.types import PREPARED
-from initializers.tokens import ChatTokenizer, load_tokenizer, tokenizer_digest
-from initializers.workspace import Area, digest, link_file
+from initializers.tokens import ChatTokenizer, load_tokenizer
+from initializers.workspace import Area, link_file
 
 FETCH_VERSION = 1
 """Raise it when a fetch would bring other files for the same request."""

@@ -16,7 +16,6 @@ from initializers.sources.hub import PICKLES
 from initializers.workspace import Area
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-_SETTINGS = "training_args.bin"  # Transformers' own, no weights
 _HEADER_LIMIT = 100_000_000
 _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "I16": 16, "U16": 16, "F16": 16,

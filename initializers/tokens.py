@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 from jinja2 import TemplateError, TemplateSyntaxError
 
+from blueprints.digests import tokenizer_digest
 from blueprints.errors import DataError, UsageError
 from initializers.formats import Chat, Example, Instruction, Message, Pair, Text
-from initializers.workspace import digest, hash_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,11 +30,6 @@ if TYPE_CHECKING:
 Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.int8]
 
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
-    "generation_config.json",
-)  # fmt: skip
 ALPACA_INTRO = {
     True: "Below is an instruction that describes a task, paired with an input that provides further context. "
     "Write a response that appropriately completes the request.\n\n",
@@ -499,11 +494,6 @@ def _no_template() -> DataError:
 
 
 # --- loading ---------------------------------------------------------------------------------------
-
-
-def tokenizer_digest(model: Path) -> str:
-    """sha256 over the tokenizer's files in a model directory."""
-    return digest({name: hash_file(model / name) for name in TOKENIZER_FILES if (model / name).is_file()})
 
 
 def load_tokenizer(

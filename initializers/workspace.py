@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from blueprints.digests import hash_file
 from blueprints.errors import EnvironmentFault
 
 MANIFEST = "_manifest.json"
@@ -36,18 +37,6 @@ class FileEntry:
     def as_dict(self) -> dict[str, Any]:
         """The entry as the manifest holds it."""
         return {"path": self.path, "size": self.size, "sha256": self.sha256}
-
-
-def digest(data: object) -> str:
-    """sha256 of `data` as canonical JSON: the fingerprint of a step's inputs."""
-    text = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def hash_file(path: Path) -> str:
-    """sha256 of a file's content, read in constant memory."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def entry(root: Path, path: Path) -> FileEntry:

@@ -26,8 +26,9 @@ from initializers_kit import (
     write_jsonl,
 )
 
+from blueprints.digests import hash_file
 from blueprints.errors import BlueprintError, DataError, UsageError
-from initializers.workspace import Area, hash_file
+from initializers.workspace import Area
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ fits, it is never resumed from. Older checkpoints go only once the newer one is 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ from typing import Any
 from torch import nn
 from transformers import Trainer
 
+from blueprints.digests import hash_file
 from trainers.diagnose import TrainingDivergedError
 
 SEAL = "complete.json"
@@ -141,7 +141,7 @@ class ResumableTrainer(Trainer):
 def seal(directory: Path, step: int, state: Mapping[str, Any]) -> None:
     """Declare a checkpoint whole: size and sha256 of every file, written last and at once."""
     files = {
-        str(path.relative_to(directory)): {"size": path.stat().st_size, "sha256": sha256(path)}
+        str(path.relative_to(directory)): {"size": path.stat().st_size, "sha256": hash_file(path)}
         for path in sorted(directory.rglob("*"))
         if path.is_file()
     }
@@ -195,7 +195,7 @@ def fault_of(directory: Path) -> str | None:
         size = path.stat().st_size
         if size != stated["size"]:
             return f"{name} has {size} bytes, {stated['size']} were written"
-        if sha256(path) != stated["sha256"]:
+        if hash_file(path) != stated["sha256"]:
             return f"{name} has changed since it was written"
     return None
 
@@ -203,12 +203,6 @@ def fault_of(directory: Path) -> str | None:
 def _step(path: Path) -> int:
     number = path.name.rpartition("-")[2]
     return int(number) if number.isdigit() else -1
-
-
-def sha256(path: Path) -> str:
-    """sha256 of a file as hex digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,19 +12,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, concatenate_datasets, disable_progress_bars
 
+from blueprints.digests import hash_file, tokenizer_digest
 from blueprints.errors import DataError
 from blueprints.recipe.schema import Recipe
-from trainers.checkpoint import sha256
 from trainers.process import world
 
 IGNORED = -100
 """Label of a token that carries no loss, as PyTorch's cross-entropy has it."""
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
-    "generation_config.json",
-)  # fmt: skip
-"""Files that decide how text becomes tokens."""
 PREPARE_AGAIN = "run the dataset initializer again with this recipe and this model"
 
 
@@ -128,13 +121,6 @@ def _check_tokenizer(prepared: Mapping[str, Any], model: Path, directory: Path) 
         )
 
 
-def tokenizer_digest(model: Path) -> str:
-    """sha256 over the tokenizer's files of a model directory, as the dataset initializer takes it."""
-    hashes = {name: sha256(model / name) for name in TOKENIZER_FILES if (model / name).is_file()}
-    text = json.dumps(hashes, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _check_shard(path: Path, stated: Mapping[str, Any], *, content: bool) -> None:
     """A shard is the file the manifest speaks of; `content`: its sha256 too."""
     size = path.stat().st_size
@@ -142,7 +128,7 @@ def _check_shard(path: Path, stated: Mapping[str, Any], *, content: bool) -> Non
         raise DataError(
             f"the shard has {size} bytes, {stated['size']} were written", where=str(path), todo=PREPARE_AGAIN
         )
-    if content and sha256(path) != stated["sha256"]:
+    if content and hash_file(path) != stated["sha256"]:
         raise DataError("the shard has changed since it was written", where=str(path), todo=PREPARE_AGAIN)
 
 

@@ -20,9 +20,6 @@ from blueprints.recipe.overrides import read_override
 from blueprints.recipe.rules import rule_faults
 from blueprints.recipe.schema import BLOCK_ORDER, SHORT_FORMS, Recipe, Run
 
-LAYERS = ("default", "derived", "python", "recipe", "overlay", "override", "environment")
-"""Layers from the bottom to the top; `python` stands in the place of a recipe file."""
-
 
 @dataclass(frozen=True)
 class LoadedRecipe:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from blueprints.digests import hash_file
 from blueprints.errors import UsageError
 from initializers import builtin
 from initializers.settings import Request
 from initializers.sources.types import Resolved, hidden, ignored
-from initializers.workspace import copy_file, hash_file
+from initializers.workspace import copy_file
 
 
 class BuiltinSource:
