@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from initializers.builtin import DATASETS, MODELS, dataset_path, model_path
-from initializers.builtin.generate_data import generate, main
+from initializers.builtin.generate_data import GENERATORS, main
+from initializers.builtin.orders import generate
 
 ROOT = Path(__file__).parents[1]
 Rows = list[list[dict[str, str]]]
@@ -74,18 +75,33 @@ def test_an_unknown_name_is_answered_with_the_known_ones(find: Any, known: str) 
 # --- dataset -------------------------------------------------------------------------------------
 
 
-def test_generator_reproduces_the_committed_files() -> None:
-    for name, text in generate().items():
-        assert (dataset_path("orders") / name).read_bytes() == text.encode()
+@pytest.mark.parametrize("name", DATASETS)
+def test_generators_reproduce_the_committed_files(name: str) -> None:
+    files = GENERATORS[name]()
+    assert files == GENERATORS[name]()
+    assert {path.name for path in dataset_path(name).iterdir()} == set(files)
+    for file, text in files.items():
+        assert (dataset_path(name) / file).read_bytes() == text.encode()
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_no_row_is_in_both_splits_and_files_stay_small(name: str) -> None:
+    splits = [set((dataset_path(name) / f"{split}.jsonl").read_text().splitlines()) for split in ("train", "test")]
+    assert splits[0]
+    assert splits[1]
+    assert not splits[0] & splits[1]
+    assert size(dataset_path(name)) < 1_500_000
 
 
 def test_check_tells_a_stale_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--check"]) == 0
     assert main(["--out", str(tmp_path)]) == 0
-    assert main(["--out", str(tmp_path), "--check"]) == 0
-    (tmp_path / "test.jsonl").write_text("")
+    assert main(["orders", "--out", str(tmp_path), "--check"]) == 0
+    (tmp_path / "orders" / "test.jsonl").write_text("")
     assert main(["--out", str(tmp_path), "--check"]) == 1
-    assert "differs: test.jsonl" in capsys.readouterr().out
+    assert "differs: orders/test.jsonl" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["oders"])
 
 
 def test_another_seed_gives_other_rows() -> None:
@@ -112,8 +128,7 @@ def test_rows_are_a_question_and_an_order_as_json(split: str) -> None:
         assert json.dumps(order, ensure_ascii=False, separators=(",", ":")) == assistant["content"]
 
 
-def test_sizes_stay_small() -> None:
-    assert size(dataset_path("orders")) < 1_500_000
+def test_the_model_stays_small() -> None:
     assert size(model_path("tiny-llama")) <= 4_000_000
 
 

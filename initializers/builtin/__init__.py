@@ -1,13 +1,27 @@
-"""The embedded model and dataset behind `builtin://`: small files that need no network."""
+"""The embedded models and data sets behind `builtin://`: small files that need no network.
+
+To add a data set `NAME`:
+
+1. write `initializers/builtin/NAME.py` with a function `generate() -> dict[str, str]`: file name (`train.jsonl`,
+   `test.jsonl`) to content, from a fixed `random.Random(seed)` and the standard library alone, with rows in one of the
+   formats of docs/data-formats.md; no prompt in both splits, below 1.5 MB together;
+2. name it in `GENERATORS` of `generate_data.py` and in `BUILTIN_DATASETS` of `blueprints/recipe/schema.py`;
+3. run `python -m initializers.builtin.generate_data NAME`, describe it in `README.md` here, and commit `data/NAME/`.
+
+Tests hold every committed file to its generator, byte for byte.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-_HERE = Path(__file__).parent
+from blueprints.recipe.schema import BUILTIN_DATASETS, BUILTIN_MODELS
 
-MODELS: Mapping[str, Path] = MappingProxyType({"tiny-llama": _HERE / "models" / "tiny-llama"})
-DATASETS: Mapping[str, Path] = MappingProxyType({"orders": _HERE / "data" / "orders"})
+_HERE = Path(__file__).parent
+DATA = _HERE / "data"
+
+MODELS: Mapping[str, Path] = MappingProxyType({name: _HERE / "models" / name for name in BUILTIN_MODELS})
+DATASETS: Mapping[str, Path] = MappingProxyType({name: DATA / name for name in BUILTIN_DATASETS})
 
 
 def model_path(name: str) -> Path:
