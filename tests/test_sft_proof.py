@@ -65,10 +65,10 @@ def test_the_report_is_one_file_that_loads_nothing(finished: Path) -> None:
 
 def test_a_failed_proof_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from blueprints.errors import JobFailedError
-    from trainers import sft
+    from trainers import run
 
     root = build(tmp_path)
-    save = sft.save_artifact
+    save = run.save_artifact
 
     def zeroed(*args: object) -> Path:
         target = save(*args)
@@ -76,7 +76,7 @@ def test_a_failed_proof_fails_the_run(tmp_path: Path, monkeypatch: pytest.Monkey
         save_file({name: tensor * 0 for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
         return target
 
-    monkeypatch.setattr(sft, "save_artifact", zeroed)
+    monkeypatch.setattr(run, "save_artifact", zeroed)
     with pytest.raises(JobFailedError, match="weights not as trained"):
         train_here(root, monkeypatch)
     record = json.loads((root / "output" / "run.json").read_text())

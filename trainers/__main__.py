@@ -6,15 +6,23 @@ The methods are this table and nothing else.
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from blueprints.errors import ExitCode, UsageError
 from trainers import process
+from trainers.functions import load_function
+from trainers.quiet import quiet
 
-METHODS = {"sft": "trainers.sft:train"}
+if TYPE_CHECKING:
+    from blueprints.recipe.schema import Recipe
+    from trainers.run import Run
+
+METHODS = {
+    "sft": "trainers.sft:train",
+}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -33,26 +41,36 @@ def main(argv: Sequence[str]) -> int:
     """Resolve the recipe and hand it to its method's trainer.
 
     Raises:
-        UsageError: the recipe's method has no trainer in this release.
+        UsageError: the recipe's method has no trainer in this release, or is a function that cannot be found.
         RecipeError: the recipe is wrong.
     """
     arguments = parse(argv)
     from blueprints.recipe import load_recipe
 
     loaded = load_recipe(arguments.recipe, overlays=arguments.file, overrides=arguments.overrides, environ=os.environ)
-    method = loaded.recipe.method
-    if method not in METHODS:
-        raise UsageError(
-            f"this release has no trainer for method {method!r}",
-            where=arguments.recipe,
-            todo=f"use one of: {', '.join(METHODS)}",
-        )
+    quiet(main=process.world().main)  # before the libraries are imported
+    method = find_method(loaded.recipe)
     here = process.world()
     if here.local_rank == 0 and not here.main:
         print(f"rank {here.rank} of {here.size}: rank 0, on the first node, prints for all", flush=True)
-    module, function = METHODS[method].split(":")
-    code: int = getattr(importlib.import_module(module), function)(loaded, tuple(arguments.overrides))
-    return code
+    from trainers.run import execute
+
+    return execute(method, loaded, tuple(arguments.overrides))
+
+
+def find_method(recipe: Recipe) -> Callable[[Run], None]:
+    """The function that trains by the recipe's method: of the table, or the user's own `package.module:function`.
+
+    Raises:
+        UsageError: the module cannot be found or has no such function.
+    """
+    name = METHODS.get(recipe.method, recipe.method)
+    if ":" not in name:
+        raise UsageError(
+            f"this release has no trainer for method {name!r}", where="method", todo=f"use one of: {', '.join(METHODS)}"
+        )
+    found: Callable[[Run], None] = load_function(name, where="method")
+    return found
 
 
 def run() -> int:

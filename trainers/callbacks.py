@@ -21,6 +21,8 @@ from trainers.process import STOP, World
 
 BAR = 24
 """Characters of the bar at a terminal."""
+SHOWN = {"reward": "reward", "kl": "KL", "rewards/margins": "margin", "rewards/accuracies": "accuracy"}
+"""A method's own numbers that belong into the line of a step, and what they are called there."""
 
 
 class StepReports(TrainerCallback):
@@ -88,8 +90,9 @@ class StepReports(TrainerCallback):
             | {"tokens_per_second": self.tokens_per_second},
             eta_seconds=eta,
         )
+        own = "".join(f"{label} {logs[name]:.3f}  " for name, label in SHOWN.items() if name in logs)
         text = (
-            f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.4f}  lr {logs['learning_rate']:.2e}  "
+            f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.4f}  {own}lr {logs['learning_rate']:.2e}  "
             f"grad norm {logs.get('grad_norm', float('nan')):.3f}  {self.tokens_per_second:,.0f} tokens/s  "
             f"ETA {duration(eta)}"
         )

@@ -81,6 +81,11 @@ class ResumableTrainer(Trainer):
         self._began = time.monotonic()
 
     @property
+    def tokens_seen(self) -> int:
+        """Tokens trained on so far by all processes, as TRL counts them; padding does not count."""
+        return int(self._total_train_tokens)
+
+    @property
     def train_seconds(self) -> float:
         """Seconds spent on the steps that this run has kept, over restarts; evaluations in between included."""
         return self._seconds_before + (0.0 if self._began is None else time.monotonic() - self._began)
@@ -124,7 +129,7 @@ class ResumableTrainer(Trainer):
     def resumable_state(self) -> dict[str, Any]:
         """What a resumed run needs beyond Transformers' own state."""
         return {
-            "num_tokens": self._total_train_tokens,
+            "num_tokens": self.tokens_seen,
             "loss_sum": self.losses.loss_sum,
             "pending": self.losses.pending,
             "train_seconds": round(self.train_seconds, 3),

@@ -190,3 +190,9 @@ def with_labels(rows: Dataset) -> Dataset:
 
     # Renamed because TRL refuses a `completion_mask` without a `labels` column, and a transform has no columns.
     return rows.rename_column("completion_mask", "loss_mask").with_transform(label)
+
+
+def first_ids(data: PreparedData, count: int) -> list[list[int]]:
+    """Token ids of the first `count` held-out rows; of training rows where none are held out."""
+    rows = data.eval if data.eval is not None else data.train
+    return [list(row["input_ids"]) for row in rows.select(range(min(len(rows), count)))]

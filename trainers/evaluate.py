@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from blueprints.recipe.schema import Recipe
 from trainers.process import World
 
 TEXT_PROMPT = 32
@@ -138,6 +139,11 @@ def shared_answers(
     for rank, share in enumerate(shares):
         found[rank :: world.size] = share
     return found
+
+
+def scores(recipe: Recipe, given: Sequence[str], asked: Sequence[Question]) -> dict[str, float]:
+    """The recipe's metric (`eval.metric`) of the answers."""
+    return {"exact_match": exact_match(given, asked)} if recipe.eval.metric == "exact_match" else {}
 
 
 def exact_match(given: Sequence[str], asked: Sequence[Question]) -> float:

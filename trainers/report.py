@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from blueprints.measures import measures
 from blueprints.recipe import Origin
 from trainers.callbacks import duration, read_metrics
 from trainers.checkpoint import write_text
@@ -19,6 +20,25 @@ LEFT, RIGHT, TOP, BOTTOM = 56, 12, 12, 28
 """Margins of a chart in pixels."""
 MOST_POINTS = 600
 """Points drawn of a curve: beyond that neighbours share a pixel."""
+
+CURVES = {
+    "loss": "loss",
+    "reward": "mean reward",
+    "rewards/accuracies": "preference accuracy",
+    "rewards/margins": "reward margin",
+    "rewards/chosen": "reward of the chosen",
+    "rewards/rejected": "reward of the rejected",
+    "kl": "KL to the reference",
+    "entropy": "entropy",
+    "mean_token_accuracy": "token accuracy",
+    "learning_rate": "learning rate",
+    "grad_norm": "gradient norm",
+    "tokens_per_second": "tokens per second",
+}
+"""Titles of the curves that have one, in the order they are drawn; a method's further curves come before the last three
+under their own names."""
+UNDRAWN = ("step", "epoch", "num_tokens")
+"""Numbers of `metrics.jsonl` that say nothing as a curve."""
 
 STYLE = """
 :root { color-scheme: light dark; --bg: #fbfbfa; --card: #ffffff; --ink: #1d2025; --soft: #626b78; --line: #e3e5e8;
@@ -105,10 +125,7 @@ def page(
 
 def _tiles(record: Mapping[str, Any]) -> str:
     metrics, tiles = record["metrics"], []
-    if "exact_match_after" in metrics:
-        tiles.append((f"{metrics['exact_match_before']:.1%} → {metrics['exact_match_after']:.1%}", "exact match"))
-    if "eval_loss_after" in metrics:
-        tiles.append((f"{metrics['eval_loss_before']:.3f} → {metrics['eval_loss_after']:.3f}", "held-out loss"))
+    tiles += [(f"{found.before} → {found.after}", found.label) for found in measures(metrics)]
     tiles.append((f"{metrics['train_loss']:.4f}", f"train loss over {metrics['steps']:,} steps"))
     tiles.append((duration(metrics["seconds"]), "all in all"))
     proved = [kind for kind, found in record["proofs"].items() if found.get("passed")]
@@ -135,15 +152,18 @@ def _curves(metrics: Sequence[Mapping[str, Any]]) -> str:
     def curve(name: str) -> Curve:
         return [(line["step"], line[name]) for line in metrics if name in line and math.isfinite(line[name])]
 
-    charts = [
-        ("loss", curve("loss"), curve("eval_loss")),
-        ("token accuracy", curve("mean_token_accuracy"), curve("eval_mean_token_accuracy")),
-        ("learning rate", curve("learning_rate"), []),
-        ("gradient norm", curve("grad_norm"), []),
-        ("tokens per second", curve("tokens_per_second"), []),
-    ]
+    names = dict.fromkeys(name for line in metrics for name in line if not name.startswith("eval_"))
+    ordered = sorted((name for name in names if name not in UNDRAWN), key=_place)
+    charts = [(CURVES.get(name, name), curve(name), curve(f"eval_{name}")) for name in ordered]
     drawn = "".join(_chart(name, first, second) for name, first, second in charts if first)
     return f"<div class='charts'>{drawn}</div>" if drawn else ""
+
+
+def _place(name: str) -> tuple[int, int, str]:
+    """Where a curve stands among the others."""
+    known = list(CURVES)
+    last = name in known[-3:]
+    return (2 if last else 0 if name in CURVES else 1, known.index(name) if name in CURVES else 0, name)
 
 
 def _chart(name: str, first: Curve, second: Curve) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from blueprints.backends.results import Run
 from blueprints.backends.state import JobDirectory, JobStatus, seconds_between
 from blueprints.cli.live import duration
+from blueprints.measures import measures
 
 SHOWN_SAMPLES = 5
 SHOWN_FAULTS = 20
@@ -24,11 +25,11 @@ def print_results(status: JobStatus, directory: JobDirectory, run: Run | None) -
             print(line)
         for kind in ("adapter", "model"):
             if kind in run.artifacts:
-                print(f"{kind:<15}{run.artifacts[kind]}")
+                print(f"{kind:<21}{run.artifacts[kind]}")
     report = directory.output / "report.html"
-    print(f"{'report':<15}{report}" if report.is_file() else f"{'output':<15}{directory.output}")
+    print(f"{'report':<21}{report}" if report.is_file() else f"{'output':<21}{directory.output}")
     seconds = seconds_between(status.started, status.ended)
-    print(f"{'done':<15}{status.name} is complete, {duration(seconds or 0)} in all")
+    print(f"{'done':<21}{status.name} is complete, {duration(seconds or 0)} in all")
 
 
 def _print_samples(samples: list[dict[str, Any]]) -> None:
@@ -55,15 +56,10 @@ def _print_samples(samples: list[dict[str, Any]]) -> None:
 
 
 def _measures(metrics: Mapping[str, Any]) -> list[str]:
-    lines = []
-    for label, key, percent in (("exact match", "exact_match", True), ("held-out loss", "eval_loss", False)):
-        before, after = metrics.get(f"{key}_before"), metrics.get(f"{key}_after")
-        if isinstance(before, int | float) and isinstance(after, int | float):
-            values = (f"{before:.1%}", f"{after:.1%}") if percent else (f"{before:.4f}", f"{after:.4f}")
-            lines.append(f"{label:<15}{values[0]} before, {values[1]} after")
+    lines = [f"{found.label:<21}{found.before} before, {found.after} after" for found in measures(metrics)]
     pace = metrics.get("tokens_per_second")
     if isinstance(pace, int | float):
-        lines.append(f"{'pace':<15}{pace:,.0f} tokens/s in training")
+        lines.append(f"{'pace':<21}{pace:,.0f} tokens/s in training")
     return lines
 
 
@@ -74,13 +70,13 @@ def _proofs(proofs: Mapping[str, Any]) -> list[str]:
             continue
         if "passed" not in found:
             rows = f": {len(found['rows'])} rows shown in the log" if isinstance(found.get("rows"), list) else ""
-            lines.append(f"{'proof':<15}{name} passed{rows}")
+            lines.append(f"{'proof':<21}{name} passed{rows}")
             continue
         verdict = "passed" if found["passed"] else "FAILED"
         details = ""
         if isinstance(found.get("difference"), int | float) and isinstance(found.get("bound"), int | float):
             details = f": logits differ by at most {found['difference']:.2g} (allowed {found['bound']:.2g})"
-        lines.append(f"{'proof':<15}{name} {verdict}{details}")
+        lines.append(f"{'proof':<21}{name} {verdict}{details}")
     return lines
 
 

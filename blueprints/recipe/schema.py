@@ -35,7 +35,9 @@ BUILTIN_MODELS = ("tiny-llama",)
 BUILTIN_DATASETS = ("orders",)
 
 METHODS = ("sft", "dpo", "ppo", "grpo", "distill", "qat")
-Method = Literal["sft", "dpo", "ppo", "grpo", "distill", "qat"]
+CUSTOM_METHOD = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*$"
+"""How a method of one's own is named: `package.module:function`."""
+Method = Literal["sft", "dpo", "ppo", "grpo", "distill", "qat"] | Annotated[str, Field(pattern=CUSTOM_METHOD)]
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -188,7 +190,7 @@ class TrainingConfig(Block):
     """The optimisation, common to all methods. Names and meanings are those of Transformers' TrainingArguments."""
 
     learning_rate: PositiveFloat | None = None
-    """Peak learning rate. Default by method: sft 2e-4 with LoRA, 2e-5 without; dpo 1e-5 / 1e-6; grpo and ppo 1e-5 /
+    """Peak learning rate. Default by method: sft and custom methods 2e-4 with LoRA, 2e-5 without; dpo 1e-5 / 1e-6; grpo and ppo 1e-5 /
     1e-6; distill 1e-4 / 1e-5; qat 2e-4 / 2e-5."""
     num_train_epochs: PositiveFloat = 1.0
     """Passes over the training rows. Of no meaning with `max_steps`, so a recipe sets one or the other."""
@@ -459,7 +461,8 @@ class Run(Block):
     """What a recipe and a Python configuration have in common."""
 
     method: Method
-    """How the model is trained: sft, dpo, ppo, grpo, distill or qat."""
+    """How the model is trained: sft, dpo, ppo, grpo, distill, qat, or a trainer of your own as
+    `package.module:function` (see docs/custom-methods.md)."""
     model: ModelConfig | None = None
     """The base model; short form: its URI."""
     dataset: DatasetConfig | None = None
@@ -565,6 +568,8 @@ class Recipe(Run):
     """Knobs of distillation."""
     qat: QATOptions | None = None
     """Knobs of quantisation-aware training."""
+    custom: dict[str, Any] | None = None
+    """Knobs of a method of your own (`method: package.module:function`): any keys, read by that function."""
 
     @model_validator(mode="before")
     @classmethod
@@ -585,7 +590,7 @@ class Recipe(Run):
         training, resources = self.training, self.resources
         values: dict[str, Any] = {}
         if training.learning_rate is None:
-            with_lora, without = LEARNING_RATES[self.method]
+            with_lora, without = LEARNING_RATES.get(self.method, LEARNING_RATES["sft"])
             values["training.learning_rate"] = with_lora if self.lora else without
         if training.data_seed is None:
             values["training.data_seed"] = training.seed
@@ -596,12 +601,17 @@ class Recipe(Run):
         if resources.num_proc_per_node is None:
             values["resources.num_proc_per_node"] = max(1, resources.gpu)
         if self.runtime.name is None:
-            values["runtime.name"] = f"llm-{self.method}"
+            values["runtime.name"] = "llm-custom" if self.is_custom else f"llm-{self.method}"
         for idle in IDLE:
             block, key = self.part(idle.key)
             if block is not None and idle.when(self):
                 values[idle.key] = type(block).model_fields[key].get_default(call_default_factory=True)
         return values
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether the method is a function of the user's own."""
+        return ":" in self.method
 
     def part(self, dotted: str) -> tuple[Block | None, str]:
         """The block that holds the two-part key `dotted`, None if absent from this recipe, and the key's last part."""
@@ -732,7 +742,19 @@ IDLE = (
 SHORT_FORMS = {"model": "uri", "dataset": "uri", "runtime": "name"}
 """Blocks that may be written as one string, and the key that string is."""
 
-BLOCK_ORDER = ("method", "model", "dataset", "lora", "training", *METHODS, "eval", "output", "resources", "runtime")
+BLOCK_ORDER = (
+    "method",
+    "model",
+    "dataset",
+    "lora",
+    "training",
+    *METHODS,
+    "custom",
+    "eval",
+    "output",
+    "resources",
+    "runtime",
+)
 """The order in which a recipe is written and shown."""
 
 

@@ -1,0 +1,47 @@
+"""Measures that are taken before training and after it: their names in `run.json`, and how they are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+LABELS: dict[str, tuple[str, str]] = {
+    "eval_loss": ("held-out loss", ".4f"),
+    "exact_match": ("exact match", ".1%"),
+    "preference_accuracy": ("preference accuracy", ".1%"),
+    "reward": ("mean reward", ".3f"),
+    "kl": ("KL to the reference", ".4f"),
+}
+"""What a measure is called and its format. One that is not here is shown by its own name with four digits."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One measure, before training and after it.
+
+    Attributes:
+        name: as `run.json` has it, without `_before` and `_after`.
+        label: what it is called.
+        before, after: the values as they are shown.
+    """
+
+    name: str
+    label: str
+    before: str
+    after: str
+
+
+def label(name: str) -> tuple[str, str]:
+    """What the measure `name` is called, and the format of its values."""
+    return LABELS.get(name, (name.replace("_", " "), ".4g"))
+
+
+def measures(metrics: Mapping[str, Any]) -> Iterator[Measure]:
+    """The measures of a run that were taken both before and after, those that need generation first."""
+    names = [key.removesuffix("_after") for key in metrics if key.endswith("_after")]
+    for name in sorted(names, key=lambda name: name == "eval_loss"):
+        before, after = metrics.get(f"{name}_before"), metrics[f"{name}_after"]
+        if isinstance(before, int | float) and isinstance(after, int | float):
+            text, style = label(name)
+            yield Measure(name, text, f"{before:{style}}", f"{after:{style}}")
