@@ -13,7 +13,15 @@ from blueprints.backends.results import read_run
 from blueprints.backends.state import FAILED, JobDirectory, JobStatus
 from blueprints.errors import JobFailedError, UsageError
 from blueprints.recipe import LoadedRecipe, load_recipe
-from blueprints.runtimes import FRAMEWORK, Manifest, get_runtime, recipe_of, shipped_runtimes, trainer_container
+from blueprints.runtimes import (
+    FRAMEWORK,
+    Manifest,
+    find_runtime,
+    get_runtime,
+    recipe_of,
+    shipped_runtimes,
+    trainer_container,
+)
 from blueprints.trainjob import default_name, runtime_for, train_job
 from blueprints.types import (
     ActiveDeadlineSeconds,
@@ -126,7 +134,9 @@ class TrainerClient:
     def list_jobs(self, runtime: str | Runtime | None = None) -> list[TrainJob]:
         """All jobs, the newest first; with `runtime` those on it."""
         name = runtime.name if isinstance(runtime, Runtime) else runtime
-        return [self._job(status) for status in self.backend.jobs() if name is None or status.runtime == name]
+        found = find_runtime(name, shipped_runtimes().values()) if name is not None else None
+        wanted = {name, found["metadata"]["name"]} if found else {name}
+        return [self._job(status) for status in self.backend.jobs() if name is None or status.runtime in wanted]
 
     def get_job(self, name: str) -> TrainJob:
         """A job with its steps.

@@ -354,7 +354,7 @@ _OPERATORS: dict[str, Callable[[int, list[int]], bool]] = {
 
 
 def _failure_policy(job_spec: Manifest, container: str) -> FailurePolicy:
-    limit = job_spec.get("backoffLimit")
+    limit = job_spec.get("backoffLimitPerIndex", job_spec.get("backoffLimit"))
     rules = (job_spec.get("podFailurePolicy") or {}).get("rules") or []
     fail_on: set[int] = set()
     for code in range(1, 256):

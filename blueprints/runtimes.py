@@ -1,21 +1,32 @@
-"""The ClusterTrainingRuntimes that ship with the product: `runtimes/` in a checkout, packaged in a wheel."""
+"""The ClusterTrainingRuntimes that ship with the product: `runtimes/` in a checkout, packaged in a wheel.
+
+A runtime has two names. Its *name*, such as `llm-sft`, is what recipes and people use (label `app.kubernetes.io/name`).
+The object's name in a cluster, `llm-sft-v0-1`, ends in the version of the runtimes, because upstream makes parts of an
+installed runtime immutable. A TrainJob refers to the latter; wherever a runtime is looked up both will do.
+"""
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from blueprints.errors import EnvironmentFault, UsageError
+from blueprints.kustomize import build
 
 Manifest = dict[str, Any]
 
 ANCESTOR = "trainer.kubeflow.org/trainjob-ancestor-step"
 """Label of a replicatedJob's Job template: `dataset-initializer`, `model-initializer` or `trainer`."""
 FRAMEWORK = "trainer.kubeflow.org/framework"
+NAME = "app.kubernetes.io/name"
+VERSION = "app.kubernetes.io/version"
+PART_OF = "app.kubernetes.io/part-of"
+PRODUCT = "llm-blueprints"
 TRAINER_CONTAINER = "node"
 INITIALIZERS = ("model-initializer", "dataset-initializer")
 
@@ -28,7 +39,7 @@ def runtimes_directory() -> Path:
     """
     package = Path(__file__).resolve().parent
     for directory in (package / "_runtimes", package.parent / "runtimes"):
-        if (directory / "base").is_dir():
+        if (directory / "kustomization.yaml").is_file():
             return directory
     raise EnvironmentFault(
         "the shipped runtimes are missing from this installation",
@@ -39,35 +50,53 @@ def runtimes_directory() -> Path:
 
 @functools.cache
 def _shipped() -> dict[str, Manifest]:
-    found: dict[str, Manifest] = {}
-    for path in sorted((runtimes_directory() / "base").glob("*.yaml")):
-        for document in yaml.load_all(path.read_text(encoding="utf-8"), Loader=_LOADER):
-            if isinstance(document, dict) and document.get("kind") == "ClusterTrainingRuntime":
-                found[document["metadata"]["name"]] = document
-    return found
+    return {document["metadata"]["name"]: document for document in build(runtimes_directory())}
 
 
 def shipped_runtimes() -> dict[str, Manifest]:
-    """The shipped ClusterTrainingRuntimes by name. The caller may change what is returned."""
-    return {name: _copy(document) for name, document in _shipped().items()}
+    """The shipped ClusterTrainingRuntimes by the name they have in a cluster. The caller may change what is returned."""
+    return copy.deepcopy(_shipped())
+
+
+def short_name(runtime: Manifest) -> str:
+    """The name without its version: `llm-sft` of `llm-sft-v0-1`; of a runtime that is not ours its whole name."""
+    metadata = runtime.get("metadata") or {}
+    name, labels = str(metadata.get("name") or ""), metadata.get("labels") or {}
+    short = labels.get(NAME)
+    return str(short) if short and labels.get(PART_OF) == PRODUCT else name
+
+
+def version_of(runtime: Manifest) -> tuple[int, ...]:
+    """The version in a shipped runtime's label, `v0-1` as (0, 1); () where there is none. Higher is newer."""
+    label = ((runtime.get("metadata") or {}).get("labels") or {}).get(VERSION) or ""
+    return tuple(int(part) for part in re.findall(r"\d+", str(label)))
+
+
+def find_runtime(name: str, runtimes: Iterable[Manifest]) -> Manifest | None:
+    """The runtime called `name` among `runtimes`: by its whole name, else the newest of that short name."""
+    known = list(runtimes)
+    exact = [runtime for runtime in known if runtime["metadata"]["name"] == name]
+    return exact[0] if exact else max((r for r in known if short_name(r) == name), key=version_of, default=None)
 
 
 def get_runtime(name: str) -> Manifest:
-    """The shipped runtime `name`.
+    """The shipped runtime `name`, with or without its version.
 
     Raises:
         UsageError: there is none of that name.
     """
     known = _shipped()
-    if name not in known:
-        near = difflib.get_close_matches(str(name), known, n=1)
+    found = find_runtime(name, known.values())
+    if found is None:
+        names = [short_name(runtime) for runtime in known.values()]
+        near = difflib.get_close_matches(str(name), names, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise UsageError(
             f"there is no runtime {name!r}",
             where="runtime.name",
-            todo=f"{hint}Shipped runtimes: {', '.join(known)}",
+            todo=f"{hint}Shipped runtimes: {', '.join(names)}",
         )
-    return {key: _copy(value) for key, value in known[name].items()}
+    return copy.deepcopy(found)
 
 
 def trainer_container(runtime: Manifest) -> Manifest | None:
@@ -105,13 +134,3 @@ def pod_spec(job: Manifest) -> Manifest:
     """The Pod spec of a replicatedJob."""
     template = ((job.get("template") or {}).get("spec") or {}).get("template") or {}
     return dict(template.get("spec") or {})
-
-
-def _copy(value: Any) -> Any:
-    """A deep copy in which shared YAML anchors become separate values."""
-    if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items()}
-    return [_copy(item) for item in value] if isinstance(value, list) else value
-
-
-_LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader

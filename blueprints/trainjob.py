@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import secrets
@@ -10,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from blueprints.errors import UsageError
 from blueprints.manifests import API_GROUP, API_VERSION, name_limit
 from blueprints.recipe import load_recipe, overrides_between
+from blueprints.recipe.shipped import shipped_recipes
 from blueprints.runtimes import Manifest, get_runtime, recipe_of
 
 if TYPE_CHECKING:
@@ -29,16 +30,9 @@ def runtime_for(recipe: Recipe) -> Manifest:
     """The runtime a resolved recipe runs on.
 
     Raises:
-        UsageError: there is none of that name, or none for the method.
+        UsageError: there is none of that name.
     """
-    name = recipe.runtime.name or f"llm-{recipe.method}"
-    try:
-        return get_runtime(name)
-    except UsageError as error:
-        if name != f"llm-{recipe.method}":
-            raise
-        problem = f"this version has no trainer for the method {recipe.method!r} (runtime {name!r})"
-        raise UsageError(problem, where="method", todo=error.todo) from None
+    return get_runtime(recipe.runtime.name or f"llm-{recipe.method}")
 
 
 def train_job(loaded: LoadedRecipe, runtime: Manifest, *, name: str | None = None) -> Manifest:
@@ -53,10 +47,7 @@ def train_job(loaded: LoadedRecipe, runtime: Manifest, *, name: str | None = Non
         name: of the job. Default: the recipe's name and the first digits of its hash.
     """
     recipe = loaded.recipe
-    base = loaded.shipped or recipe_of(runtime)
-    if base is None:
-        where = f"{runtime['kind']} {runtime['metadata']['name']}"
-        raise UsageError("the runtime's trainer names no recipe", where=where, todo="add --recipe NAME to its args")
+    base = loaded.shipped or recipe_of(runtime) or _nearest_recipe(recipe.method)
     overrides = overrides_between(load_recipe(base, environ={}).recipe, recipe)
     metadata = {
         "name": default_name(loaded, runtime) if name is None else name,
@@ -71,6 +62,13 @@ def train_job(loaded: LoadedRecipe, runtime: Manifest, *, name: str | None = Non
     if recipe.runtime.active_deadline_seconds is not None:
         spec["activeDeadlineSeconds"] = recipe.runtime.active_deadline_seconds
     return {"apiVersion": API_VERSION, "kind": "TrainJob", "metadata": metadata, "spec": spec}
+
+
+@functools.cache
+def _nearest_recipe(method: str) -> str:
+    """A shipped recipe of the method, for a runtime that names none; where there is none, one to start from."""
+    own = [shipped.name for shipped in shipped_recipes() if shipped.method == method and shipped.name != "quickstart"]
+    return min(own, key=lambda name: (len(name), name), default="sft")
 
 
 def default_name(loaded: LoadedRecipe, runtime: Manifest, *, unique: bool = False) -> str:

@@ -90,10 +90,11 @@ def test_train_writes_the_job_of_the_configuration(client: TrainerClient) -> Non
 
     job = client.get_job(name)
     assert job.status in ("Created", "Running")
-    assert job.runtime.name == "llm-sft"
+    assert job.runtime == client.get_runtime("llm-sft")
     assert [step.name for step in job.steps] == ["model-initializer", "dataset-initializer", "node-0"]
     assert isinstance(job.creation_timestamp, datetime)
     assert [found.name for found in client.list_jobs(runtime=client.get_runtime("llm-sft"))] == ["mine"]
+    assert [found.name for found in client.list_jobs(runtime="llm-sft")] == ["mine"]
     assert client.list_jobs(runtime="other") == []
 
 
@@ -167,8 +168,10 @@ def test_backends_of_other_versions_are_refused() -> None:
 
 
 def test_runtimes_are_listed() -> None:
-    (runtime,) = TrainerClient().list_runtimes()
-    assert (runtime.name, runtime.trainer.framework, runtime.trainer.recipe) == ("llm-sft", "llm-blueprints", "sft")
+    runtimes = {runtime.name: runtime for runtime in TrainerClient().list_runtimes()}
+    runtime = TrainerClient().get_runtime("llm-sft")
+    assert runtimes[runtime.name] == runtime
+    assert (runtime.trainer.framework, runtime.trainer.recipe) == ("llm-blueprints", "sft")
     assert runtime.trainer.command[-3:] == ("torchrun", "-m", "trainers")
     with pytest.raises(UsageError, match="no runtime 'x'"):
         TrainerClient().get_runtime("x")

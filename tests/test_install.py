@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +35,7 @@ def test_client_alone_renders_a_train_job(client: Path, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     job = yaml.safe_load(result.stdout)
     assert job["kind"] == "TrainJob"
-    assert job["spec"]["runtimeRef"]["name"] == "llm-sft"
+    assert re.fullmatch(r"llm-sft-v\d+-\d+", job["spec"]["runtimeRef"]["name"])
     assert "lora.r=4" in job["spec"]["trainer"]["args"]
 
 

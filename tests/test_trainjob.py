@@ -13,7 +13,7 @@ import yaml
 from blueprints.errors import UsageError
 from blueprints.manifests import check_train_job
 from blueprints.recipe import load_recipe
-from blueprints.runtimes import get_runtime
+from blueprints.runtimes import get_runtime, short_name
 from blueprints.trainjob import RECIPE_HASH, default_name, runtime_for, to_yaml, train_job
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -111,11 +111,13 @@ def test_names_fit_the_runtime_and_are_new_for_every_run(tmp_path: Path) -> None
     assert default_name(loaded, runtime) == default_name(loaded, runtime)
 
 
-def test_method_without_a_runtime_is_said_so(tmp_path: Path) -> None:
+def test_every_method_has_its_runtime(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text("method: dpo\nmodel: builtin://tiny-llama\ndataset: builtin://orders\n")
-    with pytest.raises(UsageError, match="no trainer for the method 'dpo'"):
-        runtime_for(load_recipe(str(path), environ={}).recipe)
+    recipe = load_recipe(str(path), environ={})
+    runtime = runtime_for(recipe.recipe)
+    assert short_name(runtime) == "llm-dpo"
+    assert train_job(recipe, runtime)["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
     path.write_text("method: sft\nmodel: hf://a/b\ndataset: builtin://orders\nruntime: llm-stf\n")
     with pytest.raises(UsageError, match="did you mean 'llm-sft'"):
         runtime_for(load_recipe(str(path), environ={}).recipe)
