@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from blueprints.recipe import LoadedRecipe, Origin, ShippedRecipe, load_recipe, overrides_between, shipped_recipes
     from blueprints.recipe.schema import (
+        CustomConfig,
         DatasetConfig,
         DistillConfig,
         DistillOptions,
@@ -67,8 +68,8 @@ _HOMES = {
         "LoadedRecipe", "Origin", "ShippedRecipe", "load_recipe", "overrides_between", "shipped_recipes",
     ),
     "blueprints.recipe.schema": (
-        "DPOConfig", "DPOOptions", "DatasetConfig", "DistillConfig", "DistillOptions", "EvalConfig", "GRPOConfig",
-        "GRPOOptions", "LoraConfig", "ModelConfig", "OutputConfig", "PPOConfig", "PPOOptions", "QATConfig",
+        "CustomConfig", "DPOConfig", "DPOOptions", "DatasetConfig", "DistillConfig", "DistillOptions", "EvalConfig",
+        "GRPOConfig", "GRPOOptions", "LoraConfig", "ModelConfig", "OutputConfig", "PPOConfig", "PPOOptions", "QATConfig",
         "QATOptions", "Recipe", "ResourcesConfig", "RewardFunction", "RuntimeConfig", "SFTConfig", "SFTOptions",
         "TrainingConfig",
     ),
@@ -79,7 +80,7 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [  # noqa: RUF022 - grouped as a reader looks for them
     "TrainerClient", "BuiltinTrainer", "Initializer", "DatasetInitializer", "ModelInitializer",
     "TrainJob", "Step", "Event", "Runtime",
-    "SFTConfig", "DPOConfig", "PPOConfig", "GRPOConfig", "DistillConfig", "QATConfig",
+    "SFTConfig", "DPOConfig", "PPOConfig", "GRPOConfig", "DistillConfig", "QATConfig", "CustomConfig",
     "ModelConfig", "DatasetConfig", "LoraConfig", "TrainingConfig", "EvalConfig", "OutputConfig", "ResourcesConfig",
     "RuntimeConfig", "RewardFunction",
     "SFTOptions", "DPOOptions", "PPOOptions", "GRPOOptions", "DistillOptions", "QATOptions",

@@ -32,7 +32,7 @@ def runtime_for(recipe: Recipe) -> Manifest:
     Raises:
         UsageError: there is none of that name.
     """
-    return get_runtime(recipe.runtime.name or f"llm-{recipe.method}")
+    return get_runtime(recipe.runtime.name or str(recipe.derived()["runtime.name"]))
 
 
 def train_job(loaded: LoadedRecipe, runtime: Manifest, *, name: str | None = None) -> Manifest:

@@ -18,7 +18,7 @@ PUBLIC = {
     "TrainerClient", "BuiltinTrainer", "Initializer", "DatasetInitializer", "ModelInitializer",
     "TrainJob", "Step", "Event", "Runtime",
     # configurations, one per method, and their blocks
-    "SFTConfig", "DPOConfig", "PPOConfig", "GRPOConfig", "DistillConfig", "QATConfig",
+    "SFTConfig", "DPOConfig", "PPOConfig", "GRPOConfig", "DistillConfig", "QATConfig", "CustomConfig",
     "ModelConfig", "DatasetConfig", "LoraConfig", "TrainingConfig", "EvalConfig", "OutputConfig", "ResourcesConfig",
     "RuntimeConfig", "RewardFunction",
     "SFTOptions", "DPOOptions", "PPOOptions", "GRPOOptions", "DistillOptions", "QATOptions",

@@ -10,6 +10,7 @@ A method is a function of one argument, in the table of `trainers.__main__` or n
 
 from __future__ import annotations
 
+import difflib
 import gc
 import importlib.util
 import resource
@@ -79,6 +80,27 @@ class Run:
     def device(self) -> torch.device:
         """CPU where the recipe asks for no GPU."""
         return torch.device("cuda", self.world.local_rank) if self.recipe.resources.gpu else torch.device("cpu")
+
+    def knobs(self, **defaults: Any) -> dict[str, Any]:
+        """The recipe's block `custom`, for a method of one's own: its values over `defaults`, which name every knob.
+
+        Raises:
+            UsageError: a knob that is not among `defaults`, or a value of another type than its default.
+        """
+        given = dict(self.recipe.custom or {})
+        for name, value in given.items():
+            if name not in defaults:
+                near = difflib.get_close_matches(name, defaults, 1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                known = ", ".join(defaults) or "none"
+                problem = f"{self.recipe.method} has no knob {name!r}"
+                raise UsageError(problem, where=f"custom.{name}", todo=f"{hint}Its knobs: {known}")
+            wanted = type(defaults[name])
+            fits = isinstance(value, int | float if wanted is float else wanted) or defaults[name] is None
+            if not fits or (isinstance(value, bool) and wanted in (int, float)):
+                problem = f"{value!r} is no {wanted.__name__}"
+                raise UsageError(problem, where=f"custom.{name}", todo=f"write a value like {defaults[name]!r}")
+        return defaults | given
 
     def callbacks(self) -> list[TrainerCallback]:
         """What every trainer must be given: reports, stopping on request, checks of the first step."""

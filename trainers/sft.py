@@ -16,6 +16,15 @@ from trainers.peft import adapter_config
 from trainers.run import Run, refusals, schedule_settings
 from trainers.settings import Setting, isolation
 
+PREPARED: dict[str, Any] = {
+    "eval_packing": False,
+    "completion_only_loss": False,  # the rows' labels say which tokens are trained
+    "dataset_kwargs": {"skip_prepare_dataset": True},
+    "prediction_loss_only": True,
+    "average_tokens_across_devices": True,
+}
+"""TRL's settings for rows that come prepared."""
+
 
 class Trainer(SFTTrainer, ResumableTrainer):
     """TRL's SFTTrainer with sealed checkpoints; the model card is written with the artifact instead."""
@@ -58,14 +67,10 @@ def config(run: Run) -> SFTConfig:
     assert options is not None
     return SFTConfig(
         **run.arguments(),
+        **PREPARED,
         max_length=run.recipe.training.max_length,
         packing=options.packing,
-        eval_packing=False,
         loss_type=options.loss_type,
-        completion_only_loss=False,  # the rows' labels say which tokens are trained
-        dataset_kwargs={"skip_prepare_dataset": True},
-        prediction_loss_only=True,
-        average_tokens_across_devices=True,
     )
 
 

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from blueprints.recipe.document import KeyPath
-from blueprints.recipe.schema import SHORT_FORMS, URI_PATTERN
+from blueprints.recipe.schema import SHORT_FORMS, URI_PATTERN, CustomMethod
 
 
 def field_at(block: type[BaseModel], path: KeyPath) -> FieldInfo | None:
@@ -97,6 +97,8 @@ def _own(found: FieldInfo, arm: Any) -> list[Any]:
 
 
 def _describe(annotation: Any, metadata: list[Any]) -> str:
+    if annotation is CustomMethod:
+        return "package.module:function"
     if get_origin(annotation) is Annotated:
         inner, *extra = get_args(annotation)
         for item in extra:

@@ -142,7 +142,7 @@ def explain_in(
         return plain
     block = key.split(".")[0]
     stand_in = {
-        "method": block if block in METHODS else "sft",
+        "method": "module:function" if block == "custom" else block if block in METHODS else "sft",
         "model": f"builtin://{BUILTIN_MODELS[0]}",
         "dataset": f"builtin://{BUILTIN_DATASETS[0]}",
     }

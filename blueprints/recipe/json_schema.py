@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from blueprints.recipe.schema import METHODS, SHORT_FORMS, URI_PATTERN, Recipe
+from blueprints.recipe.schema import CUSTOM_METHOD, METHODS, SHORT_FORMS, URI_PATTERN, Recipe
 
 ADDRESS = "https://raw.githubusercontent.com/llm-blueprints/llm-blueprints/main/blueprints/recipe/schema.json"
+
+
+CUSTOM_ONLY = {
+    "if": {"properties": {"custom": {"type": "object"}}, "required": ["custom"]},
+    "then": {"properties": {"method": {"pattern": CUSTOM_METHOD}}},
+}
+"""The block `custom` asks for a method of the user's own."""
 
 
 def json_schema() -> dict[str, Any]:
@@ -31,7 +38,7 @@ def json_schema() -> dict[str, Any]:
         "additionalProperties": False,
         "required": body["required"],
         "properties": properties,
-        "allOf": [_only_with(method) for method in METHODS],
+        "allOf": [*(_only_with(method) for method in METHODS), CUSTOM_ONLY],
         "$defs": definitions,
     }
 

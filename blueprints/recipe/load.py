@@ -231,6 +231,8 @@ def _origins(recipe: Recipe, merged: Node) -> dict[str, Origin]:
         value = values[name]
         if not isinstance(value, BaseModel):
             origins[name] = _origin(merged, (name,), derived)
+            for entry in value if isinstance(value, dict) else ():
+                origins[f"{name}.{entry}"] = _origin(merged, (name, entry), derived)
             continue
         for key, found in type(value).model_fields.items():
             path = (name, key)

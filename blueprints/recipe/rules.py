@@ -91,14 +91,15 @@ def _grouped(layers: Sequence[Node]) -> list[list[Node]]:
 
 
 def _blocks_of_other_methods(at: Checked) -> Iterator[Fault]:
-    method = at.recipe.method
-    for name in METHODS:
+    method = "custom" if at.recipe.is_custom else at.recipe.method
+    for name in (*METHODS, "custom"):
         if name != method and at.given(name):
+            other = "package.module:function" if name == "custom" else name
             yield at.fault(
                 name,
-                f"knobs of the method {name}, but the method is {method}",
+                f"knobs of the method {name}, but the method is {at.recipe.method}",
                 f"no method's block but `{method}`",
-                f"Remove it, unset it with `{name}=null`, or set `method: {name}`.",
+                f"Remove it, unset it with `{name}=null`, or set `method: {other}`.",
             )
 
 
@@ -290,7 +291,7 @@ def _held_out_rows(at: Checked) -> Iterator[Fault]:
 
 def _row_format(at: Checked) -> Iterator[Fault]:
     method, given = at.recipe.method, at.recipe.dataset.format
-    if given not in ("auto", *FORMATS[method]):
+    if not at.recipe.is_custom and given not in ("auto", *FORMATS[method]):
         yield at.fault(
             "dataset.format",
             f"rows of the format {given} cannot be used by the method {method}",

@@ -37,7 +37,8 @@ BUILTIN_DATASETS = ("orders",)
 METHODS = ("sft", "dpo", "ppo", "grpo", "distill", "qat")
 CUSTOM_METHOD = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*$"
 """How a method of one's own is named: `package.module:function`."""
-Method = Literal["sft", "dpo", "ppo", "grpo", "distill", "qat"] | Annotated[str, Field(pattern=CUSTOM_METHOD)]
+CustomMethod = Annotated[str, Field(pattern=CUSTOM_METHOD)]
+Method = Literal["sft", "dpo", "ppo", "grpo", "distill", "qat"] | CustomMethod
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -190,8 +191,8 @@ class TrainingConfig(Block):
     """The optimisation, common to all methods. Names and meanings are those of Transformers' TrainingArguments."""
 
     learning_rate: PositiveFloat | None = None
-    """Peak learning rate. Default by method: sft and custom methods 2e-4 with LoRA, 2e-5 without; dpo 1e-5 / 1e-6; grpo and ppo 1e-5 /
-    1e-6; distill 1e-4 / 1e-5; qat 2e-4 / 2e-5."""
+    """Peak learning rate. Default by method: sft 2e-4 with LoRA, 2e-5 without; dpo 1e-5 / 1e-6; grpo and ppo 1e-5 /
+    1e-6; distill 1e-4 / 1e-5; qat 2e-4 / 2e-5; a method of your own as sft."""
     num_train_epochs: PositiveFloat = 1.0
     """Passes over the training rows. Of no meaning with `max_steps`, so a recipe sets one or the other."""
     max_steps: PositiveInt | None = None
@@ -549,6 +550,15 @@ class QATConfig(Run):
     """Knobs of quantisation-aware training."""
 
 
+class CustomConfig(Run):
+    """A method of your own, as configured from Python."""
+
+    method: CustomMethod
+    """The function that trains, as `package.module:function` (see docs/custom-methods.md)."""
+    custom: dict[str, Any] = Field(default_factory=dict)
+    """Its knobs: any keys, read by that function."""
+
+
 class Recipe(Run):
     """A whole fine-tuning run: what to train, on what, how, and where."""
 
@@ -578,8 +588,9 @@ class Recipe(Run):
         if not isinstance(value, dict):
             return value
         method = value.get("method")
-        if isinstance(method, str) and method in METHODS and value.get(method) is None:
-            return value | {method: {}}
+        block = "custom" if isinstance(method, str) and ":" in method else method
+        if isinstance(block, str) and block in (*METHODS, "custom") and value.get(block) is None:
+            return value | {block: {}}
         return value
 
     def derived(self) -> dict[str, Any]:

@@ -40,7 +40,10 @@ def recipe_lines(recipe: Recipe) -> list[Line]:
             lines.append(Line(f"{name}:"))
             for key, item in value.model_dump(mode="json").items():
                 lines += _entry(f"{name}.{key}", key, item, idle)
-        elif value is not None or name not in METHODS:
+        elif isinstance(value, dict):
+            lines.append(Line(f"{name}:{'' if value else ' {}'}"))
+            lines += [Line(f"  {yaml_value(key)}: {yaml_value(item)}", f"{name}.{key}") for key, item in value.items()]
+        elif value is not None or name not in (*METHODS, "custom"):
             lines.append(Line(f"{name}: {yaml_value(value)}", name))
     return lines
 
