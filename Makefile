@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
   "$$p" -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && { echo "$$p"; break; }; done)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help quickstart test test-slow lint types imports docs format lock reference clean
+.PHONY: help quickstart test test-slow lint types imports docs format lock reference methods clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r t d; do printf '  make %-12s %s\n' "$$t" "$$d"; done
@@ -64,6 +64,9 @@ docs: $(VENV)/.dev ## Build the documentation site into site/
 reference: $(VENV)/.dev ## Write the recipe reference and the JSON schema anew
 	@$(BIN)/python -m blueprints.recipe.reference > docs/recipe.md
 	@$(BIN)/blueprints schema > blueprints/recipe/schema.json
+
+methods: $(VENV)/.dev ## Write the table of tested methods anew, from the marks of the tests
+	@$(BIN)/python tests/methods_table.py > docs/methods.md.new && mv docs/methods.md.new docs/methods.md
 
 lock: $(VENV)/.dev ## Pin in images/constraints.txt what is installed now
 	@$(BIN)/python -m pip freeze --exclude-editable | grep -v '^torch==' | LC_ALL=C sort -f > $(CONSTRAINTS)
