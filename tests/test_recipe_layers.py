@@ -8,6 +8,9 @@ import pytest
 
 from blueprints.errors import RecipeError
 from blueprints.recipe import load_recipe, shipped_recipes
+from blueprints.recipe.explain import explain
+from blueprints.recipe.json_schema import json_schema
+from blueprints.recipe.overrides import overrides_between
 from blueprints.recipe.schema import (
     DistillConfig,
     DPOConfig,
@@ -21,6 +24,7 @@ from blueprints.recipe.schema import (
     SFTOptions,
     TrainingConfig,
 )
+from blueprints.recipe.write import recipe_text
 
 SOURCES = {"model": "builtin://tiny-llama", "dataset": "builtin://orders"}
 
@@ -295,3 +299,21 @@ def test_every_knob_of_a_shipped_recipe_has_a_comment_and_editors_get_the_schema
         knobs += [line for line in lines if line.startswith(("model:", "dataset:"))]
         assert knobs
         assert [line for line in knobs if " # " not in line and not line.endswith(":")] == []
+
+
+def test_the_key_from_is_spelled_alike_everywhere(tmp_path: Path) -> None:
+    text = "method: sft\nmodel: builtin://tiny-llama\ndataset: builtin://orders\nlora:\n  from: file:///a\n"
+    loaded = load_recipe(write(tmp_path / "recipe.yaml", text))
+    assert loaded.origins["lora.from"].where.endswith("recipe.yaml:5")
+    by_override = load_recipe("quickstart", overrides=["lora.from=file:///a"])
+    by_environment = load_recipe("quickstart", environ={"LORA_CONFIG": '{"from": "file:///a"}'})
+    assert by_override.recipe.hash() == by_environment.recipe.hash() != load_recipe("quickstart").recipe.hash()
+    in_python = SFTConfig(**SOURCES, lora=LoraConfig(**{"from": "file:///a"}))
+    recipe = load_recipe(None, base=in_python).recipe
+    assert recipe.hash() == loaded.recipe.hash()
+    assert recipe.lora is not None
+    assert recipe.lora.from_uri == "file:///a"
+    assert overrides_between(load_recipe("quickstart").recipe, by_override.recipe) == ["lora.from=file:///a"]
+    assert "  from: file:///a\n" in recipe_text(recipe)
+    assert explain("lora.from", loaded).value == "file:///a"
+    assert "from" in json_schema()["$defs"]["LoraConfig"]["properties"]

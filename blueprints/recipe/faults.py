@@ -15,6 +15,10 @@ from blueprints.recipe.document import KeyPath, Node, Origin, describe_value, do
 from blueprints.recipe.schema import BLOCK_ORDER, METHODS, SHORT_FORMS, Block, Recipe
 
 SYNONYMS = {
+    "activation_offload": "training.activation_offloading",
+    "adapter": "lora.from",
+    "adapter_name_or_path": "lora.from",
+    "add_tokens": "model.added_tokens",
     "adam_beta_1": "training.adam_beta1",
     "adam_beta_2": "training.adam_beta2",
     "alpha": "lora.lora_alpha",
@@ -39,6 +43,9 @@ SYNONYMS = {
     "image": "runtime.image",
     "learning_rate_scheduler": "training.lr_scheduler_type",
     "load_in_4bit": "lora.quantize_base",
+    "liger": "training.use_liger_kernel",
+    "liger_kernel": "training.use_liger_kernel",
+    "lora_model_dir": "lora.from",
     "lora_r": "lora.r",
     "lora_rank": "lora.r",
     "lora_target": "lora.target_modules",
@@ -53,6 +60,7 @@ SYNONYMS = {
     "model_name": "model.uri",
     "model_name_or_path": "model.uri",
     "name": "runtime.name",
+    "new_tokens": "model.added_tokens",
     "nnodes": "resources.num_nodes",
     "nodes": "resources.num_nodes",
     "nproc_per_node": "resources.num_proc_per_node",

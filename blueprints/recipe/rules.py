@@ -120,13 +120,17 @@ def _harmless(idle: Idle, value: object, at: Checked) -> bool:
 def _sources(at: Checked) -> Iterator[Fault]:
     recipe = at.recipe
     uris = [("model.uri", recipe.model.uri, False), ("dataset.uri", recipe.dataset.uri, True)]
+    if recipe.lora and recipe.lora.from_uri is not None:
+        uris.append(("lora.from", recipe.lora.from_uri, False))
     if recipe.distill and recipe.distill.teacher:
         uris.append(("distill.teacher", recipe.distill.teacher, False))
     if recipe.ppo and recipe.ppo.reward_model:
         uris.append(("ppo.reward_model", recipe.ppo.reward_model, False))
     for key, uri, dataset in uris:
         wrong = uri_fault(uri, dataset=dataset)
-        if wrong is not None:
+        if key == "lora.from" and uri.startswith("builtin://"):
+            yield at.fault(key, f"found {uri!r}, and no adapter is embedded", "file:///dir or hf://org/name")
+        elif wrong is not None:
             yield at.fault(key, wrong.problem, wrong.expected, wrong.hint)
 
 
@@ -168,11 +172,11 @@ def _quantized_base(at: Checked) -> Iterator[Fault]:
             "`auto` or `ddp` with QLoRA",
             "Set `resources.strategy: ddp`.",
         )
-    if lora.init_lora_weights == "pissa":
+    if lora.init_lora_weights in ("pissa", "olora"):
         yield at.fault(
             "lora.init_lora_weights",
-            "`pissa` takes the base weights apart, which needs them in 16 or 32 bits, not in 4",
-            "true, gaussian, olora or orthogonal with `lora.quantize_base`",
+            f"`{lora.init_lora_weights}` takes the base weights apart, which needs them in 16 or 32 bits, not in 4",
+            "true, gaussian or orthogonal with `lora.quantize_base`",
         )
 
 
@@ -189,6 +193,69 @@ def _adapters(at: Checked) -> Iterator[Fault]:
         )
     if lora.init_lora_weights == "orthogonal" and any(r % 2 for r in (lora.r, *lora.rank_pattern.values())):
         yield at.fault("lora.init_lora_weights", "`orthogonal` needs an even rank", "an even `lora.r`")
+    if lora.target_modules == [] and not lora.target_parameters:
+        yield at.fault(
+            "lora.target_modules",
+            "the list is empty: no layer would get an adapter",
+            "all-linear, a list of name endings or a regular expression",
+            "Only `lora.target_parameters` makes up for an empty list.",
+        )
+
+
+def _experts(at: Checked) -> Iterator[Fault]:
+    """What PEFT cannot do to adapters on weights that belong to no layer."""
+    lora = at.recipe.lora
+    if lora is None or not lora.target_parameters:
+        return
+    for key, wrong, instead in (
+        ("lora_dropout", bool(lora.lora_dropout), "0"),
+        ("use_dora", lora.use_dora, "false"),
+        ("init_lora_weights", lora.init_lora_weights not in (True, False, "gaussian"), "true, gaussian or false"),
+    ):
+        if wrong:
+            yield at.fault(
+                f"lora.{key}",
+                f"`lora.{key}` cannot be combined with `lora.target_parameters`: PEFT adds those adapters to the weights, "
+                "not to a layer's input and output",
+                f"{instead} with `lora.target_parameters`",
+            )
+
+
+OWN_MEMORY = {
+    "training.activation_offloading": (("sft", "dpo", "qat"), "its trainer has no activation offloading"),
+    "training.use_liger_kernel": (("sft", "dpo", "grpo", "qat"), "its trainer does not run on Liger's kernels"),
+    "training.neftune_noise_alpha": (
+        ("sft", "qat"),
+        "it compares log-probabilities, which noise on the embeddings would falsify",
+    ),
+}
+"""Knobs of the optimisation that some methods alone have: those methods, and why the others do not."""
+
+
+def _methods_own_training(at: Checked) -> Iterator[Fault]:
+    """A knob that the method's trainer cannot honour is refused, not ignored. Methods of one's own decide themselves."""
+    recipe = at.recipe
+    for key, (methods, reason) in OWN_MEMORY.items():
+        block, name = recipe.part(key)
+        if dict(block or {})[name] and recipe.method not in methods and not recipe.is_custom:
+            yield at.fault(
+                key, f"the method {recipe.method} cannot do this: {reason}", f"the method {', '.join(methods)}"
+            )
+    if recipe.is_custom and recipe.training.activation_offloading:
+        yield at.fault("training.activation_offloading", "a method of one's own has no activation offloading", "false")
+
+
+def _added_tokens(at: Checked) -> Iterator[Fault]:
+    added = at.recipe.model.added_tokens
+    twice = sorted({token for token in added if added.count(token) > 1})
+    if twice:
+        yield at.fault("model.added_tokens", f"named twice: {', '.join(twice)}", "each token once")
+    if added and at.recipe.distill is not None and at.recipe.distill.teacher is not None:
+        yield at.fault(
+            "model.added_tokens",
+            "the teacher has no such tokens, and distillation compares the two models token by token",
+            "no added tokens with `distill.teacher`",
+        )
 
 
 def _patterns(at: Checked) -> Iterator[Fault]:
@@ -245,11 +312,24 @@ def _needs_gpu(at: Checked) -> Iterator[Fault]:
             "auto, sdpa or eager on CPU",
             "Set `resources.gpu: 1` or more for a GPU.",
         )
-    if at.recipe.training.optim == "paged_adamw_8bit":
+    optim = at.recipe.training.optim
+    if optim.startswith("paged_"):
+        instead = {"paged_adamw_8bit": "adamw_bnb_8bit", "paged_adamw_32bit": "adamw_torch"}
         yield at.fault(
             "training.optim",
-            "`paged_adamw_8bit` pages state out of GPU memory, and `resources.gpu` is 0",
-            "adamw_bnb_8bit, which works on CPU too, or another optimizer",
+            f"`{optim}` pages state out of GPU memory, and `resources.gpu` is 0",
+            f"{instead.get(optim, optim.removeprefix('paged_'))}, which works on CPU too, or another optimizer",
+        )
+    if at.recipe.training.activation_offloading:
+        yield at.fault(
+            "training.activation_offloading",
+            "it moves activations out of GPU memory, and `resources.gpu` is 0: they are in the machine's memory already",
+            "false on CPU",
+            "`training.gradient_checkpointing: true` saves memory on CPU too.",
+        )
+    if at.recipe.training.use_liger_kernel:
+        yield at.fault(
+            "training.use_liger_kernel", "Liger's kernels run on GPUs alone, and `resources.gpu` is 0", "false on CPU"
         )
 
 
@@ -351,6 +431,9 @@ RULES: tuple[Rule, ...] = (
     _idle_knobs,
     _quantized_base,
     _adapters,
+    _experts,
+    _methods_own_training,
+    _added_tokens,
     _patterns,
     _half_precision,
     _processes,

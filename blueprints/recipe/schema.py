@@ -112,6 +112,9 @@ class ModelConfig(Block):
     """Run Python code shipped inside the model's repository. It can do anything you can: leave it off."""
     chat_template: str | None = None
     """Jinja chat template that replaces the tokenizer's own (for base models that have none)."""
+    added_tokens: list[Text] = Field(default_factory=list)
+    """Tokens to add to the vocabulary, such as `["<tool>", "</tool>"]`. Their embeddings start as the mean of all
+    others, are trained (with `lora` these rows alone, saved with the adapter), and the tokenizer is saved with them."""
     ignore_patterns: list[str] = Field(default_factory=lambda: ["*.msgpack", "*.h5", "*.bin", "*.pt", "*.pth"])
     """Files of the source not to fetch, as glob patterns. The default skips pickles and other frameworks' weights."""
 
@@ -158,9 +161,12 @@ class LoraConfig(Block):
     """Scale of the update, applied as lora_alpha / r (or / sqrt(r) with `use_rslora`). Default: 2 * r."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the adapter's input. A little (0.05) helps on small data."""
-    target_modules: Text | Annotated[list[Text], Field(min_length=1)] = "all-linear"
+    target_modules: Text | list[Text] = "all-linear"
     """Layers that get an adapter: `all-linear`, a list of name endings (`[q_proj, v_proj]`) or a regular expression.
-    Naming a layer the model does not have stops the run."""
+    Naming a layer the model does not have stops the run. `[]`: those of `target_parameters` alone."""
+    target_parameters: list[Text] | None = None
+    """Weights that get an adapter though they belong to no linear layer, as endings of parameter names: the experts of
+    mixture-of-experts models, such as `[experts.gate_up_proj, experts.down_proj]`."""
     exclude_modules: Text | list[Text] | None = None
     """Layers never to adapt, as a list of name endings or a regular expression."""
     modules_to_save: list[Text] | None = None
@@ -172,7 +178,9 @@ class LoraConfig(Block):
     bias: Literal["none", "all", "lora_only"] = "none"
     """Which biases are trained too."""
     init_lora_weights: bool | Literal["gaussian", "olora", "pissa", "orthogonal"] = True
-    """How the adapter starts. `true` starts as the base model exactly; `pissa` and `olora` change the base weights."""
+    """How the adapter starts. `true`, `gaussian` and `orthogonal` leave the base as it is, `false` starts at random.
+    `pissa` (arXiv:2404.02948) and `olora` (arXiv:2406.01775) take the adapter out of the base weights; it is saved as a
+    plain adapter of twice the rank, which fits the untouched base."""
     layers_to_transform: NonNegativeInt | list[NonNegativeInt] | None = None
     """Layer indices to adapt. Default: all."""
     rank_pattern: dict[str, PositiveInt] = Field(default_factory=dict)
@@ -185,6 +193,21 @@ class LoraConfig(Block):
     """4-bit type of the base with `quantize_base`."""
     bnb_4bit_use_double_quant: bool = True
     """Quantise the quantisation constants too (0.4 bits per weight saved) with `quantize_base`."""
+
+    if not TYPE_CHECKING:  # a keyword of Python, but the field is called so everywhere: in recipes, in data, in hashes
+        __annotations__["from"] = "Uri | None"
+        locals()["from"] = Field(
+            default=None,
+            description="Adapter to go on from, as PEFT saves one: `file:///dir` or `hf://org/name[@revision]`. Rank, "
+            "scale and layers are those of that adapter; what the recipe sets must agree. In Python: "
+            "`LoraConfig(**{'from': 'file:///dir'})`. Default: a new adapter.",
+        )
+
+    @property
+    def from_uri(self) -> str | None:
+        """The key `from`, which Python cannot spell as an attribute."""
+        uri: str | None = dict(self)["from"]
+        return uri
 
 
 class TrainingConfig(Block):
@@ -221,14 +244,22 @@ class TrainingConfig(Block):
     """Decay of the optimizer's second moment."""
     adam_epsilon: PositiveFloat = 1e-8
     """Numerical floor in the optimizer."""
-    optim: Literal["adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "paged_adamw_8bit", "adafactor", "sgd"] = (
-        "adamw_torch"
-    )
-    """Optimizer, by Transformers' name. The 8-bit ones keep a quarter of the state."""
+    optim: Literal[
+        "adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "paged_adamw_32bit", "paged_adamw_8bit", "lion_32bit",
+        "lion_8bit", "paged_lion_32bit", "paged_lion_8bit", "adafactor", "sgd",
+    ] = "adamw_torch"  # fmt: skip
+    """Optimizer, by Transformers' name. The 8-bit ones (bitsandbytes) keep a quarter of the state, for weights of 4,096
+    values or more; the paged ones move state out of a GPU whose memory is full; lion keeps one moment of AdamW's two."""
     bf16: bool | Literal["auto"] = "auto"
     """Compute in bfloat16 (mixed precision). `auto`: on where the GPU supports it, off on CPU. `false`: float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: much less memory, about a third slower."""
+    activation_offloading: bool = False
+    """Keep activations in the machine's memory until the backward pass needs them: less GPU memory, slower. With TRL's
+    trainers of sft, dpo and qat."""
+    use_liger_kernel: bool = False
+    """Liger's Triton kernels for norms, rotary embeddings and MLPs: less GPU memory, faster. Must be installed and know
+    the model's architecture."""
     neftune_noise_alpha: PositiveFloat | None = None
     """Noise on the embeddings (arXiv:2310.05914), usually 5. Default: off."""
     seed: Seed = 42
@@ -250,8 +281,11 @@ class TrainingConfig(Block):
 class EvalConfig(Block):
     """What is measured on held-out rows, before and after."""
 
-    metric: Literal["none", "exact_match"] = "none"
-    """Score of generated answers. `exact_match`: share equal to the reference after trimming white space."""
+    metric: (
+        Literal["none", "exact_match", "contains", "numeric_match", "json_match", "token_f1", "rouge_l"] | CustomMethod
+    ) = "none"
+    """Score of generated answers against the references of the data set, between 0 and 1 (definitions in
+    docs/evaluation.md), or a function of your own as `package.module:function`."""
     max_rows: PositiveInt = 200
     """Held-out rows to generate answers for (metric) and to compute the loss on."""
     samples: NonNegativeInt = 8
@@ -682,8 +716,12 @@ class Idle:
     off_is_fine: bool = False
 
 
-def _no_adam(recipe: Recipe) -> bool:
+def _no_betas(recipe: Recipe) -> bool:
     return recipe.training.optim in ("adafactor", "sgd")
+
+
+def _no_epsilon(recipe: Recipe) -> bool:
+    return _no_betas(recipe) or "lion" in recipe.training.optim
 
 
 def _no_quantized_base(recipe: Recipe) -> bool:
@@ -694,7 +732,18 @@ def _no_vllm(recipe: Recipe) -> bool:
     return recipe.grpo is None or not recipe.grpo.use_vllm
 
 
+def _goes_on(recipe: Recipe) -> bool:
+    return recipe.lora is not None and recipe.lora.from_uri is not None
+
+
 IDLE = (
+    Idle(
+        "lora.init_lora_weights",
+        "lora.from",
+        _goes_on,
+        "the adapter of `lora.from` starts as it was saved",
+        "Leave it out.",
+    ),
     Idle(
         "training.num_train_epochs",
         "training.max_steps",
@@ -716,11 +765,15 @@ IDLE = (
         Idle(
             f"training.{key}",
             "training.optim",
-            _no_adam,
-            "`training.optim` is not an Adam",
+            when,
+            f"`training.optim` has no {what}",
             "Leave it out or choose an AdamW optimizer.",
         )
-        for key in ("adam_beta1", "adam_beta2", "adam_epsilon")
+        for key, when, what in (
+            ("adam_beta1", _no_betas, "such moment"),
+            ("adam_beta2", _no_betas, "such moment"),
+            ("adam_epsilon", _no_epsilon, "such floor"),
+        )
     ),
     Idle(
         "training.warmup_steps",
