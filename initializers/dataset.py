@@ -16,9 +16,13 @@ from typing import Any
 from blueprints.digests import digest, tokenizer_digest
 from blueprints.errors import DataError, Fault, RowsError, UsageError
 from blueprints.progress import Progress
+from blueprints.recipe.rows import row_options, samples, wants_answers
 from blueprints.recipe.schema import Recipe
-from initializers.formats import check_columns, formats_of
-from initializers.prepare import Plan, Preparer, SplitReport, held_out, make_plan, split_rows, write_splits
+from initializers.duplicates import Duplicates
+from initializers.formats import check_columns
+from initializers.prepare import Plan, Preparer, held_out, make_plan, split_rows, write_splits
+from initializers.prompts import needed_columns
+from initializers.sequences import SplitReport
 from initializers.settings import Request, Settings
 from initializers.sources import Resolved, source_for
 from initializers.sources.file import local_path
@@ -48,7 +52,6 @@ def run_dataset(settings: Settings, progress: Progress) -> int:
     """
     area = Area(settings.workspace, "dataset")
     if settings.recipe is not None:
-        formats_of(settings.recipe.method)
         check_columns(settings.recipe.dataset.columns)
     with area.locked():
         fetched = fetch_fingerprint(settings.request)
@@ -100,7 +103,9 @@ def prepare_fingerprint(settings: Settings, files: list[dict[str, Any]]) -> str:
             "files": [[item["path"], item["sha256"]] for item in files],
             "dataset": dataset,
             "method": recipe.method,
-            "options": _options(recipe),
+            "options": row_options(recipe),
+            "needed": needed_columns(recipe),
+            "distill": None if recipe.distill is None else [samples(recipe), wants_answers(recipe)],
             "max_length": recipe.training.max_length,
             "seed": recipe.training.data_seed,
             "chat_template": recipe.model.chat_template,
@@ -109,13 +114,6 @@ def prepare_fingerprint(settings: Settings, files: list[dict[str, Any]]) -> str:
             "packages": {name: version(name) for name in PACKAGES},
         }
     )
-
-
-def _options(recipe: Recipe) -> dict[str, bool]:
-    """The method's knobs that shape its rows."""
-    if recipe.sft is not None:
-        return {"packing": recipe.sft.packing, "completion_only_loss": recipe.sft.completion_only_loss}
-    return {"packing": False, "completion_only_loss": True}
 
 
 def _code_digest() -> str:
@@ -202,20 +200,20 @@ def _prepare(
     plan = make_plan(files, recipe, single=is_single(settings.request, files))
     tokenizer = _tokenizer(settings, recipe)
     _say_plan(plan, tokenizer)
-    options = _options(recipe)
-    preparer = Preparer(recipe, plan.format, tokenizer, _row_progress("prepare", progress))
     started = time.monotonic()
-    reports = write_splits(directory / PREPARED, plan, recipe, preparer, packing=options["packing"])
+    with Duplicates(directory) as seen:
+        preparer = Preparer(recipe, plan.format, tokenizer, _row_progress("prepare", progress), seen)
+        reports = write_splits(directory / PREPARED, plan, recipe, preparer)
     raise_faults(preparer, settings)
     _say_result(reports, tokenizer, time.monotonic() - started)
     template = tokenizer.template
     prepared = {
         "fingerprint": fingerprint,
         "method": recipe.method,
+        "kind": preparer.kind,
         "format": plan.format.name,
         "max_length": recipe.training.max_length,
-        "packing": options["packing"],
-        "completion_only_loss": options["completion_only_loss"],
+        **row_options(recipe),
         "splits": {name: report.as_dict() for name, report in reports.items()},
         "notes": asdict(tokenizer.notes),
         "tokenizer_sha256": tokenizer.files_sha256,
@@ -247,7 +245,7 @@ def _tokenizer(settings: Settings, recipe: Recipe) -> ChatTokenizer:
     return load_tokenizer(
         model,
         chat_template=recipe.model.chat_template,
-        completion_only=_options(recipe)["completion_only_loss"],
+        completion_only=bool(row_options(recipe)["completion_only_loss"]),
         trust_remote_code=recipe.model.trust_remote_code,
     )
 
@@ -274,6 +272,7 @@ def _say_result(reports: Mapping[str, Any], tokenizer: ChatTokenizer, seconds: f
             f"{report.trained_tokens:,} of them trained; {report.truncated:,} rows truncated, "
             f"{report.dropped:,} dropped; longest row {report.longest:,} tokens"
         )
+    _say_repeated(reports)
     notes = tokenizer.notes
     if notes.unrolled:
         say(
@@ -293,6 +292,18 @@ def _say_result(reports: Mapping[str, Any], tokenizer: ChatTokenizer, seconds: f
     if notes.unended:
         say(f"warning: {notes.unended:,} answers do not end in a token that ends generation; the model may not stop")
     say(f"prepared in {seconds:.1f} s")
+
+
+def _say_repeated(reports: Mapping[str, SplitReport]) -> None:
+    """Warn of rows that count more than once, and of held-out rows that the model is trained on."""
+    for name, report in reports.items():
+        if report.duplicates:
+            say(f"warning: {name}: {report.duplicates:,} rows repeat another row exactly")
+        if report.leaked:
+            say(
+                f"warning: {name}: {report.leaked:,} rows are in the training split too, so their scores say nothing "
+                "about unseen rows"
+            )
 
 
 def raise_faults(preparer: Preparer, settings: Settings, *, keep: bool = True) -> None:
@@ -343,7 +354,6 @@ def run_validate(settings: Settings, progress: Progress) -> int:
             where="environment",
             todo="set BLUEPRINTS_RECIPE to a shipped recipe (sft-lora) or a YAML file",
         )
-    formats_of(recipe.method)
     with tempfile.TemporaryDirectory(prefix="blueprints-validate-") as scratch:
         files = source_for(settings.request.uri).local_files(settings.request)
         if files is None:
@@ -352,11 +362,12 @@ def run_validate(settings: Settings, progress: Progress) -> int:
         plan = make_plan(files, recipe, single=is_single(settings.request, files))
         tokenizer = _tokenizer(settings, recipe) if (settings.workspace / "model").is_dir() else None
         _say_plan(plan, tokenizer)
-        preparer = Preparer(recipe, plan.format, tokenizer, _row_progress("validate", progress))
-        reports = {
-            name: preparer.split(name, rows(), None)
-            for name, rows in split_rows(plan, recipe, held_out(plan, recipe)).items()
-        }
+        with Duplicates(Path(scratch)) as seen:
+            preparer = Preparer(recipe, plan.format, tokenizer, _row_progress("validate", progress), seen)
+            reports = {
+                name: preparer.split(name, rows(), None)
+                for name, rows in split_rows(plan, recipe, held_out(plan, recipe)).items()
+            }
         raise_faults(preparer, settings, keep=False)
     _say_valid(settings.request.uri, plan, reports, tokenizer)
     progress.update("done", message="data set is valid")
@@ -367,4 +378,5 @@ def _say_valid(uri: str, plan: Plan, reports: Mapping[str, SplitReport], tokeniz
     rows = ", ".join(f"{name} {report.rows:,}" for name, report in reports.items())
     tokens = "" if tokenizer is None else f"; longest row {max(item.longest for item in reports.values()):,} tokens"
     total = sum(report.rows for report in reports.values())
+    _say_repeated(reports)
     say(f"valid: {uri}: {total:,} rows ({rows}), format {plan.format.name}{tokens}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,57 +12,26 @@ import numpy as np
 import numpy.typing as npt
 
 from blueprints.errors import DataError, Fault, UsageError
+from blueprints.recipe.rows import formats_of, kind_of, row_options, samples, wants_answers
 from blueprints.recipe.schema import DatasetConfig, Recipe
 from initializers.cards import card_splits
 from initializers.containers import Row, read_rows, recognise
-from initializers.formats import Example, Format, Reporter, described, detect, question, rename, type_name
-from initializers.shards import ShardWriter
+from initializers.duplicates import Duplicates
+from initializers.formats import FORMATS, Format, detect, rename
+from initializers.messages import Example, Prompt, Reporter, described, size_of, type_name
+from initializers.prompts import check_columns_needed, needed_columns
+from initializers.sequences import Faults, Maker, SplitReport, maker_of
+from initializers.shards import ShardWriter, columns_of
 from initializers.splits import choose, data_files
-from initializers.tokens import ChatTokenizer, Notes, Refused, Rendered, Tokens
+from initializers.tokens import ChatTokenizer
 
 DETECT_ROWS = 100
 BATCH_ROWS = 512
 BATCH_CHARACTERS = 2 << 20
-PROVED_ROWS = 32
-"""Rows of each split whose tokens are compared with Transformers' own and decoded back to text."""
+TRAIN, EVAL = "train", "eval"
+"""The splits of prepared rows."""
 
 OnRows = Callable[[str, int], None]
-
-
-@dataclass
-class Faults:
-    """Faults of all rows: counted without end, kept up to a limit."""
-
-    limit: int
-    listed: list[Fault] = field(default_factory=list)
-    total: int = 0
-
-    def add(self, faults: Iterable[Fault]) -> None:
-        """Count and, below the limit, keep."""
-        for fault in faults:
-            self.total += 1
-            if len(self.listed) < self.limit:
-                self.listed.append(fault)
-
-
-@dataclass
-class SplitReport:
-    """What became of one split."""
-
-    rows: int = 0
-    """Rows that are in the result."""
-    truncated: int = 0
-    dropped: int = 0
-    longest: int = 0
-    """Tokens of the longest row, before truncation; of plain text far beyond the limit, those that were made."""
-    sequences: int = 0
-    tokens: int = 0
-    trained_tokens: int = 0
-    shards: list[dict[str, Any]] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        """As the manifest holds it."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -119,15 +88,33 @@ def make_plan(files: Mapping[str, Path], recipe: Recipe, *, single: bool) -> Pla
     else:
         chosen, reason = detect(values, recipe.method, config.format, config.columns)
         _check_mapped(values, config)
+    _check_format(recipe, chosen)
     notes = [f"files: {len(train)} to train, {len(held_out)} held out; {', '.join(containers)}", *notes]
     return Plan(train, held_out, None if held_out else size, chosen, reason, tuple(notes), _schema(values))
 
 
 def _blind(recipe: Recipe) -> Format:
-    from initializers.formats import FORMATS, formats_of
-
     names = formats_of(recipe.method)
     return FORMATS[recipe.dataset.format if recipe.dataset.format in names else names[0]]
+
+
+def _check_format(recipe: Recipe, chosen: Format) -> None:
+    """Refuse rows that lack what a distillation needs of them."""
+    if recipe.distill is None:
+        return
+    if chosen.name == "prompt" and wants_answers(recipe):
+        raise DataError(
+            f"the rows have prompts and no answers, and with distill.lmbda={recipe.distill.lmbda:g} some batches are "
+            "trained on answers",
+            where="dataset.format",
+            todo="use rows with answers, or set distill.lmbda=1: the student answers every prompt itself",
+        )
+    if chosen.name == "text" and samples(recipe):
+        raise DataError(
+            f"plain text has no prompts, and with distill.lmbda={recipe.distill.lmbda:g} the student answers prompts",
+            where="dataset.format",
+            todo="use rows with prompts, or set distill.lmbda=0: every batch is trained on the rows' text",
+        )
 
 
 def _check_mapped(values: list[Any], config: DatasetConfig) -> None:
@@ -271,20 +258,18 @@ class Preparer:
         format: the rows' format.
         tokenizer: the model's; None: rows are only checked.
         on_rows: called with the split and the number of rows done.
-
-    Raises:
-        UsageError: the format cannot be prepared.
+        seen: remembers rows, to count those that occur twice.
     """
 
-    def __init__(self, recipe: Recipe, format: Format, tokenizer: ChatTokenizer | None, on_rows: OnRows) -> None:
-        self.recipe, self.format, self.tokenizer, self.on_rows = recipe, format, tokenizer, on_rows
-        if format.read is None:
-            raise UsageError(f"rows of the format {format.name} cannot be prepared", where="dataset.format")
-        self._read = format.read
+    def __init__(
+        self, recipe: Recipe, format: Format, tokenizer: ChatTokenizer | None, on_rows: OnRows, seen: Duplicates
+    ) -> None:
+        self.recipe, self.format, self.tokenizer, self.on_rows, self.seen = recipe, format, tokenizer, on_rows, seen
+        self.kind = kind_of(recipe.method, format.name)
+        self._read = format.reader(self.kind)
+        self._needed = needed_columns(recipe)
         self.faults = Faults(recipe.dataset.max_faults)
-        self.max_length = recipe.training.max_length
         self.checked = 0
-        self._proved = 0
 
     def split(self, name: str, rows: Iterable[Row | Fault], writer: ShardWriter | None) -> SplitReport:
         """Prepare one split; faults go to `self.faults`.
@@ -294,17 +279,35 @@ class Preparer:
             rows: its rows.
             writer: takes the sequences; None: they are counted and thrown away.
         """
-        report, seen, self._proved = SplitReport(), 0, 0
+        report, seen, maker = SplitReport(), 0, None
+        if self.tokenizer is not None:
+            column, held_out = self.format.required[-1], name == EVAL
+            maker = maker_of(self.kind, self.recipe, self.tokenizer, self.faults, column, held_out=held_out)
         for batch in _batched(self._examples(rows)):
             seen += len(batch)
             self.on_rows(name, seen)
-            if self.tokenizer is None:
+            self.seen.add(name, [example for _, example in batch])
+            if maker is None:
                 report.rows += len(batch)
             else:
-                self._batch(batch, self.tokenizer, writer, report)
+                report.rows += self._make(maker, batch, writer, report)
         if not seen and not self.faults.total:
             self.faults.add([Fault(f"split {name!r}", "", "there are no rows", "at least one row")])
+        report.duplicates = self.seen.repeated(name)
+        if name == EVAL:
+            report.leaked = self.seen.shared(EVAL, TRAIN)
         return report
+
+    def _make(
+        self, maker: Maker, batch: list[tuple[str, Example]], writer: ShardWriter | None, report: SplitReport
+    ) -> int:
+        """Make a batch's sequences; the number of rows that are in the result."""
+        kept: set[int] = set()
+        for index, sequence in maker.make(batch, report):
+            kept.add(index)
+            if writer is not None and not self.faults.total:
+                writer.add(sequence)
+        return len(kept)
 
     def _examples(self, rows: Iterable[Row | Fault]) -> Iterator[tuple[str, Example]]:
         for item in rows:
@@ -318,110 +321,12 @@ class Preparer:
                 example = None
             else:
                 example = self._read(rename(item.value, self.recipe.dataset.columns), report)
+                if isinstance(example, Prompt):
+                    check_columns_needed(example, self._needed, report)
             if report.faults or example is None:
                 self.faults.add(report.faults)
             else:
                 yield item.where, example
-
-    def _batch(
-        self,
-        batch: list[tuple[str, Example]],
-        tokenizer: ChatTokenizer,
-        writer: ShardWriter | None,
-        report: SplitReport,
-    ) -> None:
-        rendered: list[tuple[int, Rendered]] = []
-        for index, (where, example) in enumerate(batch):
-            try:
-                rendered += [(index, self._cut(item, tokenizer)) for item in tokenizer.render(example)]
-            except Refused as refused:
-                self.faults.add([Fault(where, self._field, refused.problem, hint=refused.hint)])
-        sequences = tokenizer.encode([item for _, item in rendered])
-        kept: set[int] = set()
-        for (index, item), sequence in zip(rendered, sequences, strict=True):
-            where = batch[index][0]
-            if self._proved < PROVED_ROWS:
-                self._proved += 1
-                tokenizer.prove(item, sequence)
-            fitted = self._fit(where, item, sequence, report)
-            if fitted is None:
-                continue
-            kept.add(index)
-            if writer is not None and not self.faults.total:
-                if writer.asks:
-                    self._ask(batch[index][1], item, fitted, tokenizer)
-                writer.add(fitted)
-        report.rows += len(kept)
-
-    def _ask(self, example: Example, item: Rendered, sequence: Tokens, tokenizer: ChatTokenizer) -> None:
-        """Note on a held-out row what it asks and where its answer begins."""
-        if item.whole:
-            return
-        sequence.prompt = question(item.chat or example)
-        marked = sequence
-        if not tokenizer.completion_only:
-            # Everything carries loss, so the mask does not tell prompt and answer apart: one for answers alone does.
-            answers = replace(tokenizer, completion_only=True, notes=Notes())
-            try:
-                marked = answers.encode(answers.render(example)[-1:])[0]
-            except Refused:
-                return
-        sequence.prompt_length = min(marked.answer_start(), len(sequence.ids))
-
-    def _cut(self, item: Rendered, tokenizer: ChatTokenizer) -> Rendered:
-        """Plain text far beyond the limit is cut before tokenising: what is cut could not reach into the limit."""
-        limit = (self.max_length + 16) * max(16, tokenizer.longest_token)
-        if not item.whole or len(item.text) <= limit:
-            return item
-        return Rendered(item.text[:limit], ((0, limit),), plain=True, whole=True)
-
-    def _fit(self, where: str, item: Rendered, sequence: Tokens, report: SplitReport) -> Tokens | None:
-        """Apply `dataset.overlong`; None if the row is dropped or faulty."""
-        length = len(sequence.ids)
-        report.longest = max(report.longest, length)
-        if not sequence.mask.any():
-            self.faults.add(
-                [Fault(where, self._field, "no token of the row would be trained", "an answer that has tokens")]
-            )
-            return None
-        if length <= self.max_length:
-            return sequence
-        overlong = "truncate" if item.whole else self.recipe.dataset.overlong
-        if overlong == "drop":
-            report.dropped += 1
-            return None
-        if overlong == "error":
-            self.faults.add([self._overlong(where, length)])
-            return None
-        cut = replace(sequence, ids=sequence.ids[: self.max_length], mask=sequence.mask[: self.max_length])
-        if not cut.mask.any():
-            first = int(np.flatnonzero(sequence.mask)[0])
-            self.faults.add([self._no_answer(where, first)])
-            return None
-        report.truncated += 1
-        return cut
-
-    def _overlong(self, where: str, length: int) -> Fault:
-        return Fault(
-            where,
-            self._field,
-            f"the row has {length} tokens, so its answer would be cut",
-            f"at most {self.max_length} (training.max_length)",
-            "Raise training.max_length, or set dataset.overlong to drop or truncate",
-        )
-
-    def _no_answer(self, where: str, first: int) -> Fault:
-        return Fault(
-            where,
-            self._field,
-            f"no token of the row would be trained: its answer begins after {first} tokens",
-            f"at most {self.max_length - 1} before it (training.max_length={self.max_length})",
-            "Raise training.max_length, or set dataset.overlong=drop",
-        )
-
-    @property
-    def _field(self) -> str:
-        return self.format.required[-1]
 
 
 def _batched(examples: Iterator[tuple[str, Example]]) -> Iterator[list[tuple[str, Example]]]:
@@ -430,7 +335,7 @@ def _batched(examples: Iterator[tuple[str, Example]]) -> Iterator[list[tuple[str
     characters = 0
     for item in examples:
         batch.append(item)
-        characters += _size(item[1])
+        characters += size_of(item[1])
         if len(batch) >= BATCH_ROWS or characters >= BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
@@ -438,21 +343,7 @@ def _batched(examples: Iterator[tuple[str, Example]]) -> Iterator[list[tuple[str
         yield batch
 
 
-def _size(example: Example) -> int:
-    from initializers.formats import Chat, Instruction, Pair
-
-    if isinstance(example, Chat):
-        return sum(len(message["content"]) for message in example.messages)
-    if isinstance(example, Pair):
-        return len(example.prompt) + len(example.completion)
-    if isinstance(example, Instruction):
-        return len(example.instruction) + len(example.input) + len(example.output)
-    return len(example.text)
-
-
-def write_splits(
-    directory: Path, plan: Plan, recipe: Recipe, preparer: Preparer, *, packing: bool
-) -> dict[str, SplitReport]:
+def write_splits(directory: Path, plan: Plan, recipe: Recipe, preparer: Preparer) -> dict[str, SplitReport]:
     """Write `directory/<split>/shard-NNNNN.arrow` for every split that there is.
 
     Raises:
@@ -460,9 +351,11 @@ def write_splits(
         DataError: every row was dropped.
     """
     reports: dict[str, SplitReport] = {}
+    packing = bool(row_options(recipe)["packing"])
     for name, rows in split_rows(plan, recipe, held_out(plan, recipe)).items():
-        capacity = recipe.training.max_length if packing and name == "train" else None
-        with ShardWriter(directory / name, capacity, asks=name == "eval") as writer:
+        packed = packing and name == TRAIN and preparer.kind == "supervised"
+        columns = columns_of(preparer.kind, held_out=name == EVAL, packed=packed, prompts=recipe.method == "distill")
+        with ShardWriter(directory / name, columns, recipe.training.max_length if packed else None) as writer:
             report = preparer.split(name, rows(), writer)
         report.sequences, report.tokens = writer.sequences, writer.tokens
         report.trained_tokens, report.shards = writer.trained_tokens, writer.shards

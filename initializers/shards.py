@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -10,8 +11,8 @@ from typing import IO, Any
 import numpy as np
 import pyarrow as pa
 
+from blueprints.recipe.rows import Kind
 from initializers.packing import best_fit_decreasing
-from initializers.tokens import Tokens
 
 SHARD_BYTES = 64 << 20
 BATCH_BYTES = 4 << 20
@@ -44,35 +45,61 @@ class _Hashing:
         self.file.close()
 
 
+IDS, FLAGS, COUNT, TEXT = pa.list_(pa.int32()), pa.list_(pa.int8()), pa.int32(), pa.string()
+Columns = dict[str, pa.DataType]
+Sequence = Mapping[str, Any]
+"""One prepared sequence: a value for every column."""
+
+
+def columns_of(kind: Kind, *, held_out: bool, packed: bool = False, prompts: bool = False) -> Columns:
+    """The columns of prepared sequences.
+
+    Args:
+        kind: what the rows become.
+        held_out: of an evaluation split, whose sequences can be shown to people.
+        packed: several documents fill a sequence (supervised).
+        prompts: where a supervised sequence's last answer begins is noted in training too.
+
+    Returns:
+        `supervised`: `input_ids`, `completion_mask` (1: the token carries loss); packed, `seq_lengths` (tokens of each
+        document of the sequence); `prompt_length` (tokens before the last answer; 0: plain text) and, held out,
+        `prompt` (what is asked, without the template). `preference`: `prompt_ids`, `chosen_ids`, `rejected_ids`; held
+        out, their texts `prompt`, `chosen`, `rejected`. `prompt`: `prompt_ids`; `prompt`; `messages` (JSON: the
+        prompt's messages, or its text); `columns` (JSON: the row's other columns); `reference` (the right answer).
+    """
+    if kind == "preference":
+        texts = {"prompt": TEXT, "chosen": TEXT, "rejected": TEXT} if held_out else {}
+        return {"prompt_ids": IDS, "chosen_ids": IDS, "rejected_ids": IDS} | texts
+    if kind == "prompt":
+        return {"prompt_ids": IDS, "prompt": TEXT, "messages": TEXT, "columns": TEXT, "reference": TEXT}
+    columns = {"input_ids": IDS, "completion_mask": FLAGS}
+    if packed:
+        return columns | {"seq_lengths": IDS}
+    if held_out:
+        return columns | {"prompt": TEXT, "prompt_length": COUNT}
+    return columns | ({"prompt_length": COUNT} if prompts else {})
+
+
 class ShardWriter:
     """Writes sequences into `shard-NNNNN.arrow` files of about 64 MB.
 
-    Columns: `input_ids` list<int32>, `completion_mask` list<int8> (1: the token carries loss); packed, `seq_lengths`
-    list<int32> (tokens of each document of the sequence); of held-out rows `prompt` string (what is asked, without the
-    template) and `prompt_length` int32 (tokens before the last answer; 0: plain text).
-
     Args:
         directory: created; must not exist.
+        columns: names and types, as `columns_of` gives them.
         capacity: pack documents into sequences of at most this many tokens. None: one document per sequence.
-        asks: write the columns of held-out rows; not together with `capacity`.
     """
 
-    def __init__(self, directory: Path, capacity: int | None = None, *, asks: bool = False) -> None:
-        self.directory, self.capacity, self.asks = directory, capacity, asks
+    def __init__(self, directory: Path, columns: Columns, capacity: int | None = None) -> None:
+        self.directory, self.columns, self.capacity = directory, columns, capacity
         self.shards: list[dict[str, Any]] = []
         self.sequences = self.tokens = self.trained_tokens = 0
-        self._window: list[Tokens] = []
+        self._window: list[Sequence] = []
         self._window_tokens = 0
-        self._rows: list[tuple[Tokens, list[int]]] = []
-        self._row_tokens = 0
+        self._rows: list[Sequence] = []
+        self._row_bytes = 0
         self._writer: Any = None
         self._file: _Hashing | None = None
-        fields = [("input_ids", pa.list_(pa.int32())), ("completion_mask", pa.list_(pa.int8()))]
-        if capacity is not None:
-            fields.append(("seq_lengths", pa.list_(pa.int32())))
-        if asks:
-            fields += [("prompt", pa.string()), ("prompt_length", pa.int32())]
-        self._schema = pa.schema(fields)
+        self._schema = pa.schema(list(columns.items()))
         directory.mkdir(parents=True)
 
     def __enter__(self) -> ShardWriter:
@@ -88,34 +115,42 @@ class ShardWriter:
         elif self._file is not None:
             self._file.close()
 
-    def add(self, document: Tokens) -> None:
-        """Take one document of at least one and, packed, at most `capacity` tokens."""
+    def add(self, document: Sequence) -> None:
+        """Take one document; packed, of at least one and at most `capacity` tokens."""
         if self.capacity is None:
-            self._emit(document, [len(document.ids)])
+            self._emit(document)
             return
         self._window.append(document)
-        self._window_tokens += len(document.ids)
+        self._window_tokens += len(document["input_ids"])
         if len(self._window) >= WINDOW_ROWS or self._window_tokens >= WINDOW_TOKENS:
             self._pack()
 
     def _pack(self) -> None:
         if self.capacity is None or not self._window:
             return
-        for members in best_fit_decreasing([len(item.ids) for item in self._window], self.capacity):
+        for members in best_fit_decreasing([len(item["input_ids"]) for item in self._window], self.capacity):
             documents = [self._window[index] for index in members]
-            joined = Tokens(
-                np.concatenate([item.ids for item in documents]), np.concatenate([item.mask for item in documents])
-            )
-            self._emit(joined, [len(item.ids) for item in documents])
+            joined = {
+                name: np.concatenate([item[name] for item in documents]) for name in ("input_ids", "completion_mask")
+            }
+            lengths = np.asarray([len(item["input_ids"]) for item in documents], np.int32)
+            self._emit(joined | {"seq_lengths": lengths})
         self._window, self._window_tokens = [], 0
 
-    def _emit(self, sequence: Tokens, lengths: list[int]) -> None:
-        self._rows.append((sequence, lengths))
-        self._row_tokens += len(sequence.ids)
+    def _emit(self, sequence: Sequence) -> None:
+        self._rows.append(sequence)
+        for name, kind in self.columns.items():
+            if kind == TEXT:
+                self._row_bytes += 2 * len(sequence[name])
+            elif kind == IDS and name != "seq_lengths":
+                size = len(sequence[name])
+                self.tokens += size
+                self.trained_tokens += size if name in ("chosen_ids", "rejected_ids") else 0
+                self._row_bytes += 5 * size
+            elif kind == FLAGS:
+                self.trained_tokens += int(sequence[name].sum())
         self.sequences += 1
-        self.tokens += len(sequence.ids)
-        self.trained_tokens += int(sequence.mask.sum())
-        if len(self._rows) >= BATCH_ROWS or self._row_tokens * 5 >= BATCH_BYTES:
+        if len(self._rows) >= BATCH_ROWS or self._row_bytes >= BATCH_BYTES:
             self._write_batch()
 
     def _write_batch(self) -> None:
@@ -126,18 +161,10 @@ class ShardWriter:
             self._file = _Hashing(path.open("wb"))
             self._writer = pa.ipc.new_stream(pa.PythonFile(self._file, mode="w"), self._schema)
             self.shards.append({"path": path.name, "sequences": 0, "size": 0, "sha256": ""})
-        columns = [
-            _lists([sequence.ids for sequence, _ in self._rows], pa.int32()),
-            _lists([sequence.mask for sequence, _ in self._rows], pa.int8()),
-        ]
-        if self.capacity is not None:
-            columns.append(_lists([np.asarray(lengths, np.int32) for _, lengths in self._rows], pa.int32()))
-        if self.asks:
-            columns.append(pa.array([sequence.prompt for sequence, _ in self._rows], pa.string()))
-            columns.append(pa.array([sequence.prompt_length for sequence, _ in self._rows], pa.int32()))
-        self._writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=self._schema))
+        arrays = [_array([row[name] for row in self._rows], kind) for name, kind in self.columns.items()]
+        self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
         self.shards[-1]["sequences"] += len(self._rows)
-        self._rows, self._row_tokens = [], 0
+        self._rows, self._row_bytes = [], 0
         assert self._file is not None
         if self._file.size >= SHARD_BYTES:
             self._roll()
@@ -151,7 +178,9 @@ class ShardWriter:
         self._writer = self._file = None
 
 
-def _lists(values: list[Any], kind: Any) -> Any:
+def _array(values: list[Any], kind: pa.DataType) -> Any:
+    if not pa.types.is_list(kind):
+        return pa.array(values, kind)
     offsets = np.zeros(len(values) + 1, np.int32)
     np.cumsum([len(value) for value in values], out=offsets[1:])
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(np.concatenate(values), kind))
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(np.concatenate(values), kind.value_type))

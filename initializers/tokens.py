@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +22,14 @@ from jinja2 import TemplateError, TemplateSyntaxError
 
 from blueprints.digests import tokenizer_digest
 from blueprints.errors import DataError, UsageError
-from initializers.formats import Chat, Example, Instruction, Message, Pair, Text
+from initializers.messages import Answered, Chat, Instruction, Message, Pair, Preference, Prompt, Text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.int8]
+T = TypeVar("T")
 
 ALPACA_INTRO = {
     True: "Below is an instruction that describes a task, paired with an input that provides further context. "
@@ -52,6 +53,7 @@ class Rendered:
         spans: the half-open ranges of characters that carry loss.
         plain: outside the chat template: the tokenizer's own start token and the end token are added.
         whole: plain text, of which everything is trained and which may be cut.
+        opening: a prompt alone: a conversation ends in the generation prompt, plain text has no end token.
         chat: the conversation it is the template's rendering of; None for plain text.
     """
 
@@ -60,6 +62,7 @@ class Rendered:
     plain: bool = False
     whole: bool = False
     chat: Chat | None = None
+    opening: bool = False
 
 
 @dataclass(slots=True)
@@ -122,6 +125,8 @@ class ChatTokenizer:
         template_source: `model.chat_template` of the recipe, `the tokenizer`, or empty without a template.
         completion_only: mask everything but the answers.
         end_ids: tokens that end generation.
+        model_vocab: rows of the model's embedding; None if its configuration does not say.
+        model_context: tokens the model can see at once; None if its configuration does not say.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -129,6 +134,7 @@ class ChatTokenizer:
     completion_only: bool
     end_ids: frozenset[int]
     model_vocab: int | None
+    model_context: int | None
     files_sha256: str
     notes: Notes = field(default_factory=Notes)
 
@@ -168,7 +174,7 @@ class ChatTokenizer:
 
     # --- rows to text ------------------------------------------------------------------------
 
-    def render(self, example: Example) -> list[Rendered]:
+    def render(self, example: Answered) -> list[Rendered]:
         """The sequences of one row; more than one where the template rewrites earlier turns.
 
         Raises:
@@ -185,6 +191,48 @@ class ChatTokenizer:
         prompt, completion = _plain_layout(example)
         text = prompt + completion
         return [Rendered(text, ((len(prompt), len(text)),), plain=True)]
+
+    def render_prompt(self, example: Prompt) -> Rendered:
+        """What the model is given to answer: up to and with the template's generation prompt.
+
+        Raises:
+            Refused: the template does not take the row.
+        """
+        asked = example.asked
+        if isinstance(asked, Chat) or self.template_source:
+            if not self.template_source:
+                raise _no_template()
+            chat = _without_weights(asked) if isinstance(asked, Chat) else Chat(_as_chat(asked).messages[:-1])
+            return self._either(chat, self._opening)
+        return Rendered(_plain_layout(asked)[0], (), plain=True, opening=True)
+
+    def _opening(self, chat: Chat) -> Rendered:
+        text = self.template_text(chat.messages, chat.tools, prompt=True)
+        self._require_complete(chat, text)
+        return Rendered(text, (), chat=chat, opening=True)
+
+    def render_preference(self, example: Preference) -> tuple[Rendered, Rendered]:
+        """The two whole conversations of a preference; the span of each is its answer.
+
+        Raises:
+            Refused: the template does not take the row, or renders the question otherwise before an answer.
+        """
+        chosen, rejected = example.chosen, example.rejected
+        if not self.template_source and example.transcript is not None:
+            chosen, rejected = example.transcript
+        return self._answered(chosen), self._answered(rejected)
+
+    def _answered(self, side: Chat | Pair) -> Rendered:
+        if self.template_source:
+            return self._either(_without_weights(side) if isinstance(side, Chat) else _as_chat(side), self._last_answer)
+        if isinstance(side, Chat):
+            raise _no_template()
+        return self.render(side)[0]
+
+    def _last_answer(self, chat: Chat) -> Rendered:
+        found = self._by_prefixes(chat, [len(chat.messages) - 1])[0]
+        self._require_complete(chat, found.text)
+        return found
 
     def template_text(self, messages: Sequence[Message], tools: Any = None, *, prompt: bool = False) -> str:
         """`messages` rendered by the chat template, with the generation prompt if asked."""
@@ -213,14 +261,18 @@ class ChatTokenizer:
         return texts[0], (spans[0] if marks else [])
 
     def _chat(self, chat: Chat) -> list[Rendered]:
+        return self._either(chat, self._rendered)
+
+    def _either(self, chat: Chat, render: Callable[[Chat], T]) -> T:
+        """Render a conversation with its calls' arguments as JSON, or else as the text of that JSON."""
         if not any("tool_calls" in message for message in chat.messages):
-            return self._rendered(chat)
+            return render(chat)
         try:
-            return self._rendered(chat)
+            return render(chat)
         except Refused:
             # Most templates print a call's arguments as JSON, some expect them to be JSON text already.
             try:
-                return self._rendered(_arguments_as_text(chat))
+                return render(_arguments_as_text(chat))
             except Refused:
                 pass
             raise
@@ -328,7 +380,7 @@ class ChatTokenizer:
         for start, end in item.spans:
             self._mark(mask, ids, encoding, start, end)
         if item.plain:
-            ids, mask = self._plain(ids, mask)
+            ids, mask = self._plain(ids, mask, ended=not item.opening)
         if len(mask):
             mask[0] = 0  # nothing comes before the first token, so nothing can predict it
         if len(ids) and self.model_vocab is not None and int(ids.max()) >= self.model_vocab:
@@ -359,8 +411,8 @@ class ChatTokenizer:
             mask[last + 1] = 1
             self.notes.extended += 1
 
-    def _plain(self, ids: Ids, mask: Mask) -> tuple[Ids, Mask]:
-        """Add what the tokenizer puts before text, unless the text has it already, and the end token."""
+    def _plain(self, ids: Ids, mask: Mask, *, ended: bool) -> tuple[Ids, Mask]:
+        """Add what the tokenizer puts before text, unless the text has it already, and the end token if `ended`."""
         prefix = self.prefix if list(ids[: len(self.prefix)]) != self.prefix else []
         end = self.tokenizer.eos_token_id
         if end is None:
@@ -369,7 +421,7 @@ class ChatTokenizer:
                 where="tokenizer_config.json",
                 todo="set eos_token in the model's tokenizer_config.json",
             )
-        suffix = [end] if not len(ids) or int(ids[-1]) != end else []
+        suffix = [end] if ended and (not len(ids) or int(ids[-1]) != end) else []
         whole = 0 if self.completion_only else 1
         return (
             np.concatenate([np.asarray(prefix, np.int32), ids, np.asarray(suffix, np.int32)]),
@@ -388,7 +440,11 @@ class ChatTokenizer:
         if rendered.chat is not None:
             tools: Any = rendered.chat.tools
             theirs = self.tokenizer.apply_chat_template(
-                rendered.chat.messages, tools=tools, tokenize=True, return_dict=False
+                rendered.chat.messages,
+                tools=tools,
+                tokenize=True,
+                return_dict=False,
+                add_generation_prompt=rendered.opening,
             )
             if ids != theirs:
                 raise DataError(
@@ -434,7 +490,7 @@ def _token_at(encoding: Any, positions: Iterable[int]) -> int | None:
     return next((token for token in map(encoding.char_to_token, positions) if token is not None), None)
 
 
-def _as_chat(example: Example) -> Chat:
+def _as_chat(example: Answered) -> Chat:
     if isinstance(example, Pair):
         question, answer, system = example.prompt, example.completion, ""
     elif isinstance(example, Instruction):
@@ -535,7 +591,8 @@ def load_tokenizer(
         template_source=source,
         completion_only=completion_only,
         end_ids=_end_ids(model, tokenizer),
-        model_vocab=_model_vocab(model),
+        model_vocab=_model_number(model, "vocab_size"),
+        model_context=_model_number(model, "max_position_embeddings", "n_positions", "max_sequence_length"),
         files_sha256=tokenizer_digest(model),
     )
     _check_template(loaded)
@@ -564,11 +621,15 @@ def _config(model: Path, name: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _model_vocab(model: Path) -> int | None:
+def _model_number(model: Path, *names: str) -> int | None:
+    """A number of the model's configuration, under the first of these names that it has."""
     config = _config(model, "config.json")
     text = config.get("text_config")
-    size = (text if isinstance(text, dict) else config).get("vocab_size")
-    return size if isinstance(size, int) else None
+    for name in names:
+        size = (text if isinstance(text, dict) else config).get(name)
+        if isinstance(size, int):
+            return size
+    return None
 
 
 def _end_ids(model: Path, tokenizer: Any) -> frozenset[int]:

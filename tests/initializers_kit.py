@@ -122,17 +122,42 @@ def prepare(
     return found
 
 
+METHODS = {
+    "sft": "",
+    "qat": "",
+    "dpo": "",
+    "distill": "distill: {teacher: 'file:///teacher', lmbda: 0.5}",
+    "distill-data": "distill: {teacher: 'file:///teacher', lmbda: 0}",
+    "distill-student": "distill: {teacher: 'file:///teacher', lmbda: 1}",
+    "grpo": "grpo: {reward_funcs: [{name: length}], max_completion_length: 8}",
+    "ppo": "ppo: {reward_funcs: [{name: length}], max_completion_length: 8}",
+}
+"""The block each method needs."""
+
+
+def prepare_for(tmp: Path, method: str, rows: Iterable[Any] | Path, *overrides: str, **how: Any) -> dict[str, Any]:
+    """Prepare rows for a method; returns the manifest's `prepared`. `how`: of the model."""
+    data = rows if isinstance(rows, Path) else write_jsonl(tmp / "rows.jsonl", rows)
+    recipe = tmp / "recipe.yaml"
+    recipe.write_text(RECIPE.format(more=METHODS[method]).replace("method: sft", f"method: {method.split('-')[0]}"))
+    tiny_model(tmp / "work" / "model", **how)
+    env = environment(tmp / "work", data, recipe=recipe, BLUEPRINTS_OVERRIDES=json.dumps(overrides))
+    step("dataset", env)
+    found: dict[str, Any] = manifest(tmp / "work")["prepared"]
+    return found
+
+
 def manifest(workspace: Path, name: str = "dataset") -> dict[str, Any]:
     """The manifest of a directory of the workspace."""
     found: dict[str, Any] = json.loads((workspace / name / "_manifest.json").read_text())
     return found
 
 
-def sequences(workspace: Path, split: str = "train") -> list[dict[str, list[int]]]:
+def sequences(workspace: Path, split: str = "train") -> list[dict[str, Any]]:
     """The prepared sequences, read as Arrow streams."""
     import pyarrow as pa
 
-    rows: list[dict[str, list[int]]] = []
+    rows: list[dict[str, Any]] = []
     for path in sorted((workspace / "dataset" / "prepared" / split).glob("shard-*.arrow")):
         with pa.ipc.open_stream(path.read_bytes()) as reader:
             rows += reader.read_all().to_pylist()

@@ -118,8 +118,11 @@ def build(workspace: Path | str, *, packing: bool = False, lora: str = LORA, row
     prepared = {
         "fingerprint": "f" * 64,
         "method": "sft",
+        "kind": "supervised",
+        "format": "prompt_completion",
         "max_length": MAX_LENGTH,
         "packing": packing,
+        "completion_only_loss": True,
         "splits": splits,
     }
     (root / "dataset" / "_manifest.json").write_text(json.dumps({"source": "file:///rows", "prepared": prepared}))

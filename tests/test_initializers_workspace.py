@@ -305,10 +305,10 @@ def test_exit_codes_of_settings(tmp_path: Path, rows: Path) -> None:
     assert "run the model initializer first" in no_model.stderr
 
 
-def test_a_method_that_cannot_be_prepared_is_refused(tmp_path: Path, env: dict[str, str]) -> None:
+def test_rows_of_another_method_are_refused(tmp_path: Path, env: dict[str, str]) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(path.read_text().replace("method: sft", "method: dpo"))
-    with pytest.raises(UsageError, match="cannot prepare rows for the method dpo"):
+    with pytest.raises(DataError, match=r"messages.*dpo does not take(?s:.)*preference \(chosen, rejected\)"):
         step("dataset", env)
 
 

@@ -14,6 +14,7 @@ from datasets import Dataset, concatenate_datasets, disable_progress_bars
 
 from blueprints.digests import hash_file, tokenizer_digest
 from blueprints.errors import DataError
+from blueprints.recipe.rows import Kind, kind_of, row_options
 from blueprints.recipe.schema import Recipe
 from trainers.process import world
 
@@ -27,8 +28,10 @@ class PreparedData:
     """Rows ready for training.
 
     Attributes:
-        train: rows with `input_ids`, `completion_mask` and, when packed, `seq_lengths`; memory-mapped.
-        eval: held-out rows, never packed; None without an evaluation split.
+        train: memory-mapped rows. Kind `supervised`: `input_ids`, `completion_mask`, packed `seq_lengths`, of a
+            distillation `prompt_length`; `preference`: `prompt_ids`, `chosen_ids`, `rejected_ids`; `prompt`:
+            `prompt_ids`, `prompt`, `messages`, `columns`, `reference`.
+        eval: held-out rows, never packed, with their texts; None without an evaluation split.
         prepared: the manifest's `prepared` entry: fingerprint, counts, settings the rows were made with.
         manifest: the whole manifest of the data set.
     """
@@ -41,6 +44,12 @@ class PreparedData:
     @property
     def packed(self) -> bool:
         return "seq_lengths" in self.train.column_names
+
+    @property
+    def kind(self) -> Kind:
+        """What the rows became."""
+        found: Kind = self.prepared["kind"]
+        return found
 
     def counts(self, split: str) -> dict[str, Any]:
         """Rows, sequences, tokens, trained tokens, truncated and dropped rows of a split."""
@@ -58,7 +67,7 @@ def open_prepared(directory: Path, recipe: Recipe, vocab_size: int) -> PreparedD
 
     Raises:
         DataError: nothing is prepared, it was prepared for other settings, a shard is missing, cut or of another
-            shape, or a row has no trained token.
+            shape, a row has no trained token, no prompt or an empty answer, or a token is beyond the vocabulary.
     """
     disable_progress_bars()
     manifest = read_manifest(directory)
@@ -67,10 +76,10 @@ def open_prepared(directory: Path, recipe: Recipe, vocab_size: int) -> PreparedD
         raise DataError("the data set is fetched but not prepared", where=str(directory), todo=PREPARE_AGAIN)
     _check_settings(prepared, recipe, directory)
     _check_tokenizer(prepared, directory.parent / "model", directory)
-    splits = prepared["splits"]
-    train = _open_split(directory / "prepared" / "train", splits["train"], vocab_size)
+    splits, kind = prepared["splits"], prepared["kind"]
+    train = _open_split(directory / "prepared" / "train", splits["train"], kind, vocab_size)
     has_eval = "eval" in splits and splits["eval"].get("rows", 0) > 0
-    held_out = _open_split(directory / "prepared" / "eval", splits["eval"], vocab_size) if has_eval else None
+    held_out = _open_split(directory / "prepared" / "eval", splits["eval"], kind, vocab_size) if has_eval else None
     return PreparedData(train, held_out, prepared, manifest)
 
 
@@ -94,17 +103,16 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 def _check_settings(prepared: Mapping[str, Any], recipe: Recipe, directory: Path) -> None:
     """The rows must have been made with the settings the recipe now asks for."""
-    options = recipe.sft
     asked = {
+        "kind": kind_of(recipe.method, str(prepared.get("format"))),
         "method": recipe.method,
         "max_length": recipe.training.max_length,
-        "packing": options.packing if options else False,
-        "completion_only_loss": options.completion_only_loss if options else None,
+        **row_options(recipe),
     }
     for key, value in asked.items():
-        if key in prepared and prepared[key] != value:
+        if prepared.get(key) != value:
             raise DataError(
-                f"the rows were prepared with {key}={prepared[key]!r}, the recipe says {value!r}",
+                f"the rows were prepared with {key}={prepared.get(key)!r}, the recipe says {value!r}",
                 where=str(directory / "prepared"),
                 todo=PREPARE_AGAIN,
             )
@@ -132,7 +140,7 @@ def _check_shard(path: Path, stated: Mapping[str, Any], *, content: bool) -> Non
         raise DataError("the shard has changed since it was written", where=str(path), todo=PREPARE_AGAIN)
 
 
-def _open_split(directory: Path, counts: Mapping[str, Any], vocab_size: int) -> Dataset:
+def _open_split(directory: Path, counts: Mapping[str, Any], kind: Kind, vocab_size: int) -> Dataset:
     paths = sorted(directory.glob("shard-*.arrow"))
     expected = len(counts.get("shards", paths))
     if not paths or len(paths) != expected:
@@ -152,29 +160,60 @@ def _open_split(directory: Path, counts: Mapping[str, Any], vocab_size: int) -> 
         raise DataError(
             f"{len(rows)} sequences are there, the manifest says {sequences}", where=str(directory), todo=PREPARE_AGAIN
         )
-    _check_rows(rows, directory, vocab_size)
+    _check_rows(rows, directory, kind, vocab_size)
     return rows
 
 
-def _check_rows(rows: Dataset, directory: Path, vocab_size: int) -> None:
-    """Every row trains at least one token, and no token is beyond the model's vocabulary."""
+TOKEN_COLUMNS: dict[Kind, tuple[str, ...]] = {
+    "supervised": ("input_ids",),
+    "preference": ("prompt_ids", "chosen_ids", "rejected_ids"),
+    "prompt": ("prompt_ids",),
+}
+"""The columns of each kind that hold tokens; none may be empty."""
+
+
+def _check_rows(rows: Dataset, directory: Path, kind: Kind, vocab_size: int) -> None:
+    """Every row has its tokens, trains at least one, and no token is beyond the model's vocabulary."""
     table: pa.Table = rows.data.table
+    missing = [name for name in TOKEN_COLUMNS[kind] if name not in table.column_names]
+    if missing:
+        raise DataError(f"the shards have no {', '.join(missing)}", where=str(directory), todo=PREPARE_AGAIN)
     start = 0
     for batch in table.to_batches(max_chunksize=8192):
-        ids, mask = batch.column("input_ids"), batch.column("completion_mask")
-        largest = pc.max(ids.flatten()).as_py()
-        if largest is not None and largest >= vocab_size:
-            raise DataError(
-                f"token {largest} is beyond the model's vocabulary of {vocab_size}",
-                where=str(directory),
-                todo=f"the rows were tokenised for another model: {PREPARE_AGAIN}",
-            )
-        trained = pc.list_parent_indices(mask).filter(pc.greater(mask.flatten(), 0))
-        if pc.count_distinct(trained).as_py() < batch.num_rows:
-            seen = set(trained.to_pylist())
-            row = start + next(index for index in range(batch.num_rows) if index not in seen)
-            raise DataError(f"row {row} has no token that carries loss", where=str(directory), todo=PREPARE_AGAIN)
+        for name in TOKEN_COLUMNS[kind]:
+            _check_tokens(batch.column(name), name, start, directory, vocab_size)
+        if kind == "supervised":
+            _check_mask(batch, start, directory)
         start += batch.num_rows
+
+
+def _check_tokens(ids: pa.ListArray, name: str, start: int, directory: Path, vocab_size: int) -> None:
+    largest = pc.max(ids.flatten()).as_py()
+    if largest is not None and largest >= vocab_size:
+        raise DataError(
+            f"token {largest} is beyond the model's vocabulary of {vocab_size}",
+            where=str(directory),
+            todo=f"the rows were tokenised for another model: {PREPARE_AGAIN}",
+        )
+    empty = pc.index(pc.list_value_length(ids), 0).as_py()
+    if empty >= 0:
+        raise DataError(f"row {start + empty} has no {name}", where=str(directory), todo=PREPARE_AGAIN)
+
+
+def _check_mask(batch: pa.RecordBatch, start: int, directory: Path) -> None:
+    """Some token of every row carries loss; of a distillation, a row may be a prompt that the student answers."""
+    mask = batch.column("completion_mask")
+    trained = pc.list_parent_indices(mask).filter(pc.greater(mask.flatten(), 0))
+    if pc.count_distinct(trained).as_py() == batch.num_rows:
+        return
+    seen = set(trained.to_pylist())
+    without = [index for index in range(batch.num_rows) if index not in seen]
+    if "prompt_length" in batch.schema.names:
+        lengths, prompts = pc.list_value_length(mask), batch.column("prompt_length")
+        without = [index for index in without if lengths[index] != prompts[index]]
+    if without:
+        problem = f"row {start + without[0]} has no token that carries loss"
+        raise DataError(problem, where=str(directory), todo=PREPARE_AGAIN)
 
 
 def with_labels(rows: Dataset) -> Dataset:
@@ -193,6 +232,10 @@ def with_labels(rows: Dataset) -> Dataset:
 
 
 def first_ids(data: PreparedData, count: int) -> list[list[int]]:
-    """Token ids of the first `count` held-out rows; of training rows where none are held out."""
+    """Token ids of the first `count` held-out rows; of training rows where none are held out.
+
+    Of a preference prompt and better answer, of a prompt the prompt alone.
+    """
     rows = data.eval if data.eval is not None else data.train
-    return [list(row["input_ids"]) for row in rows.select(range(min(len(rows), count)))]
+    names = [name for name in TOKEN_COLUMNS[data.kind] if name != "rejected_ids"]
+    return [[token for name in names for token in row[name]] for row in rows.select(range(min(len(rows), count)))]

@@ -9,19 +9,11 @@ from dataclasses import dataclass
 
 from blueprints.errors import Fault
 from blueprints.recipe.document import KeyPath, Node
+from blueprints.recipe.rows import formats_of, samples, wants_answers
 from blueprints.recipe.schema import IDLE, METHODS, Idle, Recipe
 from blueprints.recipe.uris import revision_in, uri_fault
 
 SHARDED = ("fsdp", "zero2", "zero3")
-FORMATS = {
-    "sft": ("messages", "sharegpt", "prompt_completion", "alpaca", "text"),
-    "qat": ("messages", "sharegpt", "prompt_completion", "alpaca", "text"),
-    "distill": ("messages", "sharegpt", "prompt_completion", "alpaca", "text", "prompt"),
-    "dpo": ("preference",),
-    "ppo": ("prompt", "prompt_completion", "messages", "sharegpt", "alpaca"),
-    "grpo": ("prompt", "prompt_completion", "messages", "sharegpt", "alpaca"),
-}
-"""Shapes of rows each method can train on."""
 
 
 @dataclass(frozen=True)
@@ -371,11 +363,23 @@ def _held_out_rows(at: Checked) -> Iterator[Fault]:
 
 def _row_format(at: Checked) -> Iterator[Fault]:
     method, given = at.recipe.method, at.recipe.dataset.format
-    if not at.recipe.is_custom and given not in ("auto", *FORMATS[method]):
+    if given not in ("auto", *formats_of(method)):
         yield at.fault(
             "dataset.format",
             f"rows of the format {given} cannot be used by the method {method}",
-            f"auto, {', '.join(FORMATS[method])}",
+            f"auto, {', '.join(formats_of(method))}",
+        )
+    elif given == "prompt" and wants_answers(at.recipe):
+        yield at.fault(
+            "dataset.format",
+            "rows of the format prompt have no answers, and below `distill.lmbda: 1` some batches are trained on answers",
+            "rows with answers, or `distill.lmbda: 1`",
+        )
+    elif given == "text" and samples(at.recipe):
+        yield at.fault(
+            "dataset.format",
+            "rows of the format text have no prompts, and above `distill.lmbda: 0` the student answers prompts",
+            "rows with prompts, or `distill.lmbda: 0`",
         )
 
 
