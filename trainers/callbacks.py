@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import KubeflowCallback
@@ -154,8 +153,9 @@ class FirstStepChecks(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Transformers' event: all is prepared, no step is done."""
-        base = model.get_base_model() if isinstance(model, PeftModel) else model
-        if isinstance(base, PreTrainedModel) and base.is_activation_checkpointing != args.activation_checkpointing:
+        parts = model.modules() if model is not None else ()
+        base = next((part for part in parts if isinstance(part, PreTrainedModel)), None)
+        if base is not None and base.is_activation_checkpointing != args.activation_checkpointing:
             asked, seen = ("on", "off") if args.activation_checkpointing else ("off", "on")
             raise JobFailedError(
                 f"gradient checkpointing: asked {asked}, in effect {seen}",

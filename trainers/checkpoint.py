@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from peft import PeftModel
 from torch import nn
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 
 from blueprints.digests import hash_file
 from trainers.diagnose import TrainingDivergedError
@@ -79,6 +80,17 @@ class ResumableTrainer(Trainer):
     def begin_clock(self) -> None:
         """Training begins, or goes on, now."""
         self._began = time.monotonic()
+
+    @property
+    def language_model(self) -> PreTrainedModel | PeftModel:
+        """The model that is measured, saved and proved: `model`, unless a method trains something beside it."""
+        model: PreTrainedModel | PeftModel = self.model
+        return model
+
+    def free_memory(self) -> None:
+        """Let go of all that was needed to train: a GPU needs the room for the proof's fresh process."""
+        self.accelerator.free_memory()
+        self.model = self.model_wrapped = self.optimizer = None
 
     @property
     def tokens_seen(self) -> int:

@@ -74,9 +74,9 @@ class Measures:
 
     def _answer(self, prompts: list[list[int]]) -> list[str]:
         recipe = self.run.recipe
-        with without_router_logits(self.trainer.model):
+        with without_router_logits(self.trainer.language_model):
             return evaluate.answers(
-                self.trainer.model,
+                self.trainer.language_model,
                 self.tokenizer,
                 prompts,
                 stops=self.stops,

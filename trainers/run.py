@@ -211,7 +211,9 @@ class Run:
         """
         proofs = proof.Proofs(self.where.output)
         if self.world.main:
-            artifact = save_artifact(trainer.model, tokenizer, self.recipe, dict(self.source), self.where.output)
+            artifact = save_artifact(
+                trainer.language_model, tokenizer, self.recipe, dict(self.source), self.where.output
+            )
             say(f"saved {artifact}")
             expect_proofs(proofs, trainer, self.recipe, rows)
             if self.device.type == "cpu":
@@ -321,7 +323,7 @@ def common_settings(trainer: ResumableTrainer, recipe: Recipe) -> list[Setting]:
     optimizer = str(args.optim.value)
     return [
         Setting("world size", str(asked), str(seen), seen == asked),
-        *model_settings(trainer.model, recipe, args.device, args.bf16),
+        *model_settings(trainer.language_model, recipe, args.device, args.bf16),
         Setting("gradient checkpointing", "", "on" if args.activation_checkpointing else "off"),
         Setting("NEFTune noise", "", f"{args.neftune_noise_alpha or 'off'}"),
         Setting("optimizer", recipe.training.optim, optimizer, recipe.training.optim == optimizer),
@@ -377,9 +379,9 @@ def expect_proofs(
 ) -> None:
     """Keep what the live model computes on `rows`, for the artifact and, if asked for, the merged model."""
     kind = "adapter" if recipe.lora else "model"
-    proofs.expect(trainer.model, rows, expectation(kind, kind, trainer, recipe))
+    proofs.expect(trainer.language_model, rows, expectation(kind, kind, trainer, recipe))
     if recipe.lora and recipe.output.merge:
-        proofs.expect(trainer.model, rows, expectation("merged", "model", trainer, recipe))
+        proofs.expect(trainer.language_model, rows, expectation("merged", "model", trainer, recipe))
 
 
 def finish_proofs(proofs: proof.Proofs) -> dict[str, Any]:
@@ -393,15 +395,14 @@ def finish_proofs(proofs: proof.Proofs) -> dict[str, Any]:
 def free_memory(trainer: ResumableTrainer) -> None:
     """Give a GPU's memory back: the fresh process needs room for the same model."""
     if trainer.args.device.type == "cuda":
-        trainer.accelerator.free_memory()
-        trainer.model = trainer.model_wrapped = trainer.optimizer = None
+        trainer.free_memory()
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def expectation(kind: str, artifact: str, trainer: ResumableTrainer, recipe: Recipe) -> proof.Expectation:
     """How an artifact is to be reloaded, and how close it must come."""
-    model, args = trainer.model, trainer.args
+    model, args = trainer.language_model, trainer.args
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     quantised = base.config.quantization_config.to_dict() if recipe.lora and recipe.lora.quantize_base else None
     dtype = str(base.dtype).removeprefix("torch.")
