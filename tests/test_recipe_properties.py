@@ -130,8 +130,8 @@ OTHERS: list[dict[str, Any]] = [
     {"method": "dpo", "dpo": {"beta": 0.3}},
     {"method": "dpo", "lora": {"r": 4}},
     {"method": "ppo", "ppo": {"reward_model": "hf://a/b"}},
-    {"method": "grpo", "grpo": {"reward_funcs": [{"name": "regex", "args": {"pattern": '^"a\\d\n', "x": None}}]}},
-    {"method": "grpo", "grpo": {"reward_funcs": [{"name": "length", "weight": 2}], "epsilon": 0.3}},
+    {"method": "grpo", "grpo": {"reward_funcs": [{"name": "own:f", "args": {"pattern": '^"a\\d\n', "x": None}}]}},
+    {"method": "grpo", "grpo": {"reward_funcs": [{"name": "length", "weight": 2, "args": {"max": 9}}], "epsilon": 0.3}},
     {"method": "distill", "distill": {"teacher": "hf://a/b", "teacher_revision": "v1"}},
     {"method": "qat", "qat": {"packing": True}},
 ]

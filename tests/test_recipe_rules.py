@@ -193,9 +193,9 @@ def test_combinations_that_cannot_work(source: str, overrides: tuple[str, ...], 
 
 
 def test_both_rewards_are_too_many_and_groups_must_fill_the_batch() -> None:
-    both = ("method=ppo", "sft=null", "ppo.reward_model=hf://a/b", "ppo.reward_funcs=[{name: length}]")
+    both = ("method=ppo", "sft=null", "ppo.reward_model=hf://a/b", "ppo.reward_funcs=[{name: exact_match}]")
     assert "both are set" in str(faults("sft", *both)[0])
-    grpo = ("method=grpo", "sft=null", "grpo.reward_funcs=[{name: length}]")
+    grpo = ("method=grpo", "sft=null", "grpo.reward_funcs=[{name: exact_match}]")
     load_recipe("sft", overrides=grpo, environ={})
     assert "a batch of 8 completions" in str(faults("sft", *grpo, "grpo.num_generations=3")[0])
     assert "grpo.vllm_server_base_url" in str(faults("sft", *grpo, "grpo.use_vllm=true", "grpo.vllm_mode=server")[0])

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from blueprints.errors import Fault
 from blueprints.recipe.document import KeyPath, Node
+from blueprints.recipe.rewards import reward_faults
 from blueprints.recipe.rows import formats_of, samples, wants_answers
-from blueprints.recipe.schema import IDLE, METHODS, Idle, Recipe
+from blueprints.recipe.schema import IDLE, METHODS, Idle, Recipe, RewardFunction
 from blueprints.recipe.uris import revision_in, uri_fault
 
 SHARDED = ("fsdp", "zero2", "zero3")
@@ -54,7 +55,9 @@ class Checked:
 
 
 def _path(key: str) -> KeyPath:
-    return tuple(key.split("."))
+    """`a.b[0].c` as `("a", "b", 0, "c")`."""
+    steps = re.findall(r"\[(\d+)\]|([^.\[\]]+)", key)
+    return tuple(int(index) if index else name for index, name in steps)
 
 
 Rule = Callable[[Checked], Iterator[Fault]]
@@ -404,6 +407,17 @@ def _rewards(at: Checked) -> Iterator[Fault]:
         found = "both are set" if recipe.ppo.reward_model else "neither is set"
         key = "ppo.reward_model"
         yield at.fault(key, f"{found}: `reward_model` and `reward_funcs`", "exactly one of the two")
+    for method, options in (("grpo", recipe.grpo), ("ppo", recipe.ppo)):
+        if recipe.method == method and options is not None:
+            yield from _reward_functions(at, f"{method}.reward_funcs", options.reward_funcs)
+
+
+def _reward_functions(at: Checked, key: str, rewards: Sequence[RewardFunction]) -> Iterator[Fault]:
+    for index, reward in enumerate(rewards):
+        for wrong in reward_faults(reward):
+            yield at.fault(f"{key}[{index}].{wrong.key}", wrong.problem, wrong.expected, wrong.hint)
+    if rewards and all(reward.weight == 0 for reward in rewards):
+        yield at.fault(f"{key}[0].weight", "every reward has the weight 0: nothing would be learnt", "one other than 0")
 
 
 def _groups(at: Checked) -> Iterator[Fault]:

@@ -328,9 +328,10 @@ class RewardFunction(Block):
     """One reward of PPO or GRPO."""
 
     name: Text
-    """`exact_match`, `numeric_match`, `regex`, `json_schema`, `length`, or your own `module:function`."""
+    """`exact_match`, `numeric_match`, `regex`, `json_schema`, `format`, `length`, or a function of your own as
+    `package.module:function`. What each rewards and how to write one: docs/rewards.md."""
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
-    """Its weight in the sum."""
+    """Its weight in the sum. Negative: a penalty. 0: it is computed and shown, and does not count."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for it, such as `{pattern: '^\\d+$'}`."""
 
