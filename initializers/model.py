@@ -1,21 +1,25 @@
-"""The model step: source → `model/`, as `from_pretrained` reads it, verified."""
+"""The model step: source → `model/`, as `from_pretrained` reads it, verified; a teacher, a reward model and an adapter too."""
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from blueprints.errors import DataError
+from blueprints.errors import BlueprintError, DataError
 from blueprints.progress import Progress
 from initializers.dataset import fetch, fetch_fingerprint, say
-from initializers.settings import Settings
+from initializers.settings import Request, Role, Settings
 from initializers.sources.hub import PICKLES
+from initializers.vocabulary import require_same_vocabulary
 from initializers.workspace import Area
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+TEACHER = "distill.teacher"
+Check = Callable[[Path], dict[str, Any]]
 _HEADER_LIMIT = 100_000_000
 _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "I16": 16, "U16": 16, "F16": 16,
@@ -23,38 +27,166 @@ _BITS = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Part:
+    """One model of a run.
+
+    Attributes:
+        request: where it comes from and which directory gets it.
+        key: the recipe's key that names it, for messages.
+        check: checks its files and says what the manifest states of them.
+    """
+
+    request: Request
+    key: str
+    check: Check
+
+
+def parts(settings: Settings) -> list[Part]:
+    """The model, and the further ones that the recipe needs: a teacher, a reward model, an adapter to go on from."""
+    found = [Part(settings.request, "STORAGE_URI", check_generator)]
+
+    def add(role: Role, key: str, check: Check, uri: str | None, revision: str | None = None) -> None:
+        if uri is not None:
+            found.append(Part(replace(settings.request, uri=uri, revision=revision, role=role), key, check))
+
+    recipe = settings.recipe
+    if recipe is not None and recipe.distill is not None:
+        add("teacher", TEACHER, check_generator, recipe.distill.teacher, recipe.distill.teacher_revision)
+    if recipe is not None and recipe.ppo is not None:
+        add("reward_model", "ppo.reward_model", check_classifier, recipe.ppo.reward_model)
+    if recipe is not None and recipe.lora is not None:
+        add("adapter", "lora.from", check_adapter, recipe.lora.from_uri)
+    return found
+
+
 def run_model(settings: Settings, progress: Progress) -> int:
-    """Make `model/` complete for these settings; does nothing if it is already.
+    """Make `model/` and what else of models the recipe needs complete; does nothing for those that are already.
 
     Raises:
-        UsageError: the source cannot be used.
-        DataError: what it holds is no model that can be loaded safely.
+        UsageError: a source cannot be used.
+        DataError: what it holds is no model that can be loaded safely, is of another kind than the recipe needs, or
+            the teacher has another vocabulary than the model.
         EnvironmentFault: network, disk or permissions.
     """
-    area = Area(settings.workspace, "model")
+    wanted, changed = parts(settings), False
+    for part in wanted:
+        try:
+            changed |= bring(settings, part, progress)
+        except BlueprintError as error:
+            if part.request.role is not None and error.where in ("STORAGE_URI", "model"):
+                error.where = part.key
+            raise
+    if any(part.key == TEACHER for part in wanted):
+        trusted = settings.request.trust_remote_code
+        workspace = settings.workspace
+        require_same_vocabulary(workspace / "model", workspace / "teacher", trust_remote_code=trusted)
+    progress.update("done", message="model ready" if changed else "nothing to do")
+    return 0
+
+
+def bring(settings: Settings, part: Part, progress: Progress) -> bool:
+    """Make one directory complete; whether it was not."""
+    area = Area(settings.workspace, part.request.directory)
     with area.locked():
-        fingerprint = fetch_fingerprint(settings.request)
+        fingerprint = fetch_fingerprint(part.request)
         old = area.manifest()
         if old is not None:
             changed = old.get("fingerprint") != fingerprint
             damage = "" if changed else area.damage(old["files"])
             if not changed and not damage:
                 say(f"nothing to do: {area.path} is complete for these inputs")
-                progress.update("done", message="nothing to do")
-                return 0
+                return False
             say(
                 "the source or its settings changed: fetching again"
                 if changed
                 else f"damaged ({damage}): fetching again"
             )
         with area.building() as temporary:
-            manifest = fetch(settings.request, temporary, fingerprint, progress)
+            manifest = fetch(part.request, temporary, fingerprint, progress)
             progress.update("validate", message="checking the model's files")
-            manifest |= check_model(temporary)
+            manifest |= part.check(temporary)
             area.publish(temporary, manifest)
     say(f"done: {area.path}")
-    progress.update("done", message="model ready")
-    return 0
+    return True
+
+
+def check_generator(root: Path) -> dict[str, Any]:
+    """Check a model that generates text.
+
+    Raises:
+        DataError: its files cannot be loaded, or it is an adapter or a classifier.
+    """
+    if (root / "adapter_config.json").is_file() and not (root / "config.json").is_file():
+        raise DataError("the source holds an adapter, not a model", where="model", todo="name the base model")
+    found = check_model(root)
+    names = found["architectures"]
+    if _classifies(names):
+        raise DataError(
+            f"the model classifies text and generates none (architectures: {', '.join(names)})",
+            where="model",
+            todo="name a model for text generation; a classifier can be the reward of ppo, as ppo.reward_model",
+        )
+    return found
+
+
+def check_classifier(root: Path) -> dict[str, Any]:
+    """Check a sequence classification model, which scores whole texts.
+
+    Raises:
+        DataError: its files cannot be loaded, or it is of another kind.
+    """
+    if (root / "adapter_config.json").is_file() and not (root / "config.json").is_file():
+        raise DataError("the source holds an adapter, not a model", where="model", todo="merge it into its base first")
+    found = check_model(root)
+    names = found["architectures"] or []
+    if not _classifies(names):
+        raise DataError(
+            "the model is no sequence classification model, so it has no score for a text (architectures: "
+            f"{', '.join(names) or 'none'})",
+            where="model",
+            todo="name a model saved as ...ForSequenceClassification",
+        )
+    return found
+
+
+def _classifies(architectures: Any) -> bool:
+    names = architectures if isinstance(architectures, list) else []
+    return bool(names) and all(str(name).endswith("ForSequenceClassification") for name in names)
+
+
+def check_adapter(root: Path) -> dict[str, Any]:
+    """Check an adapter as PEFT saves it.
+
+    Returns:
+        for the manifest: `peft_type`, `r`, `base_model` (as the adapter names it), `parameters`, `dtypes`.
+
+    Raises:
+        DataError: its files cannot be loaded, or it is a whole model.
+    """
+    if not (root / "adapter_config.json").is_file():
+        whole = (root / "config.json").is_file()
+        raise DataError(
+            "the source holds " + ("a whole model, not an adapter" if whole else "no adapter: no adapter_config.json"),
+            where="model",
+            todo="name the directory of an adapter, as PEFT's save_pretrained writes it",
+        )
+    config = read_object(root / "adapter_config.json")
+    weights = root / "adapter_model.safetensors"
+    if not weights.is_file():
+        raise DataError(
+            "the adapter has no adapter_model.safetensors",
+            where="model",
+            todo="save it with safe_serialization=True; pickles (*.bin) can run code when they are loaded",
+        )
+    tensors = read_header(weights)
+    return {
+        "peft_type": config.get("peft_type"),
+        "r": config.get("r"),
+        "base_model": config.get("base_model_name_or_path"),
+        "parameters": sum(_size(item["shape"]) for item in tensors.values()),
+        "dtypes": sorted({str(item["dtype"]) for item in tensors.values()}),
+    }
 
 
 def check_model(root: Path) -> dict[str, Any]:

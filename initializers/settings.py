@@ -25,6 +25,8 @@ from blueprints.errors import UsageError
 from blueprints.recipe.schema import ModelConfig, Recipe
 
 Kind = Literal["dataset", "model"]
+Role = Literal["dataset", "model", "teacher", "reward_model", "adapter"]
+"""A directory of the workspace, and what is in it."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Request:
         token: secret for the source; never shown.
         endpoint: address of the Hub, None for the public one.
         trust_remote_code: fetch the Python files of a model too.
+        role: the directory that gets it. Default: `kind`.
     """
 
     kind: Kind
@@ -48,6 +51,12 @@ class Request:
     token: str | None = field(default=None, repr=False)
     endpoint: str | None = None
     trust_remote_code: bool = False
+    role: Role | None = None
+
+    @property
+    def directory(self) -> Role:
+        """The directory of the workspace that gets it."""
+        return self.role or self.kind
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ class FileSource:
         """
         path = local_path(request.uri)
         if request.kind == "model":
-            _require_model_directory(path, request.uri)
+            _require_model_directory(path, request)
         if path.is_dir():
             files = dict(_walk(path))
         elif path.is_file():
@@ -51,7 +51,7 @@ class FileSource:
             UsageError: the source lies in the directory that this step replaces.
         """
         files = self.local_files(request)
-        target = destination.parent / request.kind
+        target = destination.parent / request.directory
         if any(path.resolve().is_relative_to(target.resolve()) for path in files.values()):
             raise UsageError(
                 f"the source lies in {target}, which this step replaces",
@@ -80,18 +80,29 @@ def local_path(uri: str) -> Path:
     return plain if plain.exists() and not decoded.exists() else decoded
 
 
-def _require_model_directory(path: Path, uri: str) -> None:
+def _require_model_directory(path: Path, request: Request) -> None:
+    wanted, other = ("config.json", "adapter_config.json")
+    if request.directory == "adapter":
+        wanted, other = other, wanted
     if path.is_file():
-        raise DataError(f"{uri} is a file", where="STORAGE_URI", todo="a model is a directory with a config.json")
-    if path.is_dir() and not (path / "config.json").is_file():
-        adapter = (path / "adapter_config.json").is_file()
-        raise DataError(
-            "the directory has no config.json" + (": it holds an adapter, not a model" if adapter else ""),
-            where=str(path),
-            todo="name the base model's directory"
-            if adapter
-            else "name the directory that `save_pretrained` wrote (config.json, *.safetensors, tokenizer files)",
+        what = "an adapter" if request.directory == "adapter" else "a model"
+        raise DataError(f"{request.uri} is a file", where="STORAGE_URI", todo=f"{what} is a directory with a {wanted}")
+    if not path.is_dir() or (path / wanted).is_file():
+        return
+    if request.directory == "adapter":
+        holds, todo = (
+            "a whole model, not an adapter",
+            "name the directory of an adapter, as PEFT's save_pretrained writes it",
         )
+    else:
+        holds, todo = "an adapter, not a model", "name the base model's directory"
+    if not (path / other).is_file():
+        holds = ""
+        if request.directory != "adapter":
+            todo = "name the directory that `save_pretrained` wrote (config.json, *.safetensors, tokenizer files)"
+    raise DataError(
+        f"the directory has no {wanted}" + (f": it holds {holds}" if holds else ""), where=str(path), todo=todo
+    )
 
 
 def _missing(path: Path, uri: str) -> UsageError:
