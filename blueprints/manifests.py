@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from blueprints.errors import Fault, ManifestError
-from blueprints.resolve import parse_quantity
+from blueprints.quantity import parse_quantity
 from blueprints.runtimes import (
     FRAMEWORK,
     INITIALIZERS,

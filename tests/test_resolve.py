@@ -8,8 +8,10 @@ import pytest
 from jobs_kit import Manifest, tiny_job, tiny_runtime
 
 from blueprints.errors import UsageError
+from blueprints.jobset import build_job_set, strategic_merge
+from blueprints.quantity import parse_quantity
 from blueprints.recipe import load_recipe
-from blueprints.resolve import Step, build_job_set, parse_quantity, resolve, strategic_merge
+from blueprints.resolve import Step, resolve
 from blueprints.runtimes import get_runtime
 from blueprints.trainjob import train_job
 

@@ -20,7 +20,8 @@ from typing import IO
 
 from blueprints.backends.state import JobDirectory
 from blueprints.errors import EnvironmentFault
-from blueprints.resolve import EnvVar, Step, parse_quantity
+from blueprints.quantity import parse_quantity
+from blueprints.resolve import EnvVar, Step
 
 WORKSPACE = "/workspace"
 JOB_MARKER, STEP_MARKER = "BLUEPRINTS_SUPERVISED_JOB", "BLUEPRINTS_SUPERVISED_STEP"
