@@ -12,7 +12,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from blueprints.admission import job_faults, policy_of, runtime_faults
 from blueprints.errors import Fault, ManifestError
+from blueprints.jobset import RESERVED_ENV
 from blueprints.quantity import parse_quantity
 from blueprints.runtimes import (
     FRAMEWORK,
@@ -28,7 +30,6 @@ from blueprints.runtimes import (
 API_VERSION = "trainer.kubeflow.org/v1alpha1"
 API_GROUP = "trainer.kubeflow.org"
 RUNTIME_KINDS = ("ClusterTrainingRuntime", "TrainingRuntime")
-RESERVED_ENV = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
 SECRET_ENV = (
     "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "ACCESS_TOKEN", "SECRET_ACCESS_KEY", "AWS_SECRET_ACCESS_KEY",
     "AWS_SESSION_TOKEN", "WANDB_API_KEY",
@@ -117,6 +118,8 @@ def _train_job_faults(job: Manifest, runtime: Manifest | None, where: str) -> It
     yield from _initializers(spec.get("initializer"), runtime, where)
     yield from _patches(spec.get("runtimePatches") or [], runtime, where)
     yield from _spec_scalars(spec, where)
+    if runtime is not None:
+        yield from job_faults(job, runtime, where)
 
 
 def _metadata(metadata: Manifest, where: str) -> Iterator[Fault]:
@@ -158,6 +161,8 @@ def _runtime_ref(reference: Any, runtime: Manifest | None, where: str) -> Iterat
 
 def _trainer(trainer: Any, runtime: Manifest | None, where: str) -> Iterator[Fault]:
     key = "spec.trainer"
+    if trainer is None and runtime is not None and policy_of(runtime) in (None, "mpi"):
+        return  # the runtime's own command runs, and no variable of a policy would be missing
     if not isinstance(trainer, dict):
         hint = "Without it no PET_* variable is set and every node trains alone"
         yield Fault(where, key, "is missing", "at least numNodes", hint)
@@ -172,7 +177,8 @@ def _trainer(trainer: Any, runtime: Manifest | None, where: str) -> Iterator[Fau
     image = trainer.get("image")
     if image is not None and (not isinstance(image, str) or not image or len(image) > 500):
         yield Fault(where, f"{key}.image", f"{image!r} is not valid", "an image reference of at most 500 characters")
-    yield from _env(trainer.get("env"), f"{key}.env", where, reserved=RESERVED_ENV)
+    reserved = RESERVED_ENV["torch"] if runtime is None or policy_of(runtime) == "torch" else ()
+    yield from _env(trainer.get("env"), f"{key}.env", where, reserved=reserved)
     base = (trainer_container(runtime) or {}).get("resources") if runtime else None
     yield from _resources(trainer.get("resourcesPerNode"), base or {}, f"{key}.resourcesPerNode", where)
 
@@ -392,6 +398,7 @@ def _runtime_faults(runtime: Manifest, where: str) -> Iterator[Fault]:
         yield Fault(where, "spec.template.spec.replicatedJobs", "is empty", "a replicatedJob 'node'")
         return
     yield from _job_set(spec["template"]["spec"], jobs, where)
+    yield from runtime_faults(runtime, where)
     for job in jobs:
         yield from _replicated_job(job, where)
     if trainer_container(runtime) is None:
@@ -460,8 +467,6 @@ def _replicated_job(job: Manifest, where: str) -> Iterator[Fault]:
             yield Fault(where, key, f"has no container {expected!r}", f"a container {expected!r}")
     elif name in INITIALIZERS:
         yield Fault(where, key, "lacks the label of its step", f"trainjob-ancestor-step: {name}")
-    if ancestor in INITIALIZERS and not _has_initializer_mount(job, ancestor):
-        yield Fault(where, key, "has no volumeMount named 'initializer'", "one, so that jobs can set a storageUri")
     for container in containers.values():
         if not container.get("image"):
             yield Fault(where, f"{key}.containers[{container.get('name')}].image", "is missing", "an image")

@@ -48,7 +48,7 @@ def train_job(loaded: LoadedRecipe, runtime: Manifest, *, name: str | None = Non
     """
     recipe = loaded.recipe
     base = loaded.shipped or recipe_of(runtime) or _nearest_recipe(recipe.method)
-    overrides = overrides_between(load_recipe(base, environ={}).recipe, recipe)
+    overrides = overrides_between(_shipped_recipe(base), recipe)
     metadata = {
         "name": default_name(loaded, runtime) if name is None else name,
         "labels": {**MANAGED_BY, **dict(sorted(recipe.runtime.labels.items()))},
@@ -69,6 +69,12 @@ def _nearest_recipe(method: str) -> str:
     """A shipped recipe of the method, for a runtime that names none; where there is none, one to start from."""
     own = [shipped.name for shipped in shipped_recipes() if shipped.method == method and shipped.name != "quickstart"]
     return min(own, key=lambda name: (len(name), name), default="sft")
+
+
+@functools.cache
+def _shipped_recipe(name: str) -> Recipe:
+    """A shipped recipe as it is: it does not change while this process lives."""
+    return load_recipe(name, environ={}).recipe
 
 
 def default_name(loaded: LoadedRecipe, runtime: Manifest, *, unique: bool = False) -> str:

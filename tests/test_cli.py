@@ -25,7 +25,7 @@ ENVIRON = {name: value for name, value in os.environ.items() if name != "LORA_CO
 
 FLAGS = {
     "train": {"-f", "--file", "--backend", "--name", "--detach", "--dry-run", "--json"},
-    "render": {"-f", "--file", "--name", "-o", "--output"},
+    "render": {"-f", "--file", "--name", "-o", "--jobset", "--output"},
     "jobs": {"--json"},
     "get": {"--json"},
     "logs": {"--step", "--follow"},

@@ -78,6 +78,8 @@ def _train(parser: argparse.ArgumentParser) -> None:
 
 def _render(parser: argparse.ArgumentParser) -> None:
     _name(parser, "name of the TrainJob (default: derived from the recipe)")
+    what = "the JobSet that the cluster makes of it (and a PodGroup and hostfile where there are), not the TrainJob"
+    parser.add_argument("--jobset", action="store_true", help=what)
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write to FILE instead of standard output")
 
 
@@ -154,8 +156,13 @@ RECIPE_VERBS = (
         "check a recipe, and with --data its rows, before any job exists",
         "blueprints.cli.recipe:validate",
         _validate,
-        "Names every fault at once. Exit code 0: the recipe is valid; 2: it is not; 3: its data is not.",
-        ("blueprints validate my.yaml", "blueprints validate my.yaml --data dataset=file:///data/rows.jsonl"),
+        "Names every fault at once. Exit code 0: the recipe is valid; 2: it is not; 3: its data is not. Also checks "
+        "TrainJobs and runtimes that you wrote by hand: `-f FILE` without a recipe, `-f -` for standard input.",
+        (
+            "blueprints validate my.yaml",
+            "blueprints validate my.yaml --data dataset=file:///data/rows.jsonl",
+            "blueprints validate -f trainjob.yaml -f runtime.yaml",
+        ),
         recipe=True,
     ),
     Verb(
@@ -318,6 +325,9 @@ def _sort_words(verb: Verb, args: argparse.Namespace) -> None:
     args.overrides = [word for word in args.words if not _is_operand(word)]
     del args.words
     where, most = f"blueprints {verb.name}", 2 if verb.name == "explain" else 1
+    if not operands and verb.name == "validate" and args.files and not args.overrides:
+        args.recipe = None  # manifests
+        return
     if not operands:
         missing = "KEY is missing" if verb.name == "explain" else "RECIPE is missing"
         raise UsageError(missing, where=where, todo=f"see `{where} --help`, `blueprints recipes`")

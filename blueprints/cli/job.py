@@ -20,6 +20,7 @@ from blueprints.backends.state import COMPLETE, JobDirectory, JobStatus, seconds
 from blueprints.cli.live import View, describe, duration, elapsed, open_view, progress_of
 from blueprints.cli.outcome import print_failure, print_results
 from blueprints.errors import EnvironmentFault, ExitCode, JobFailedError, UsageError
+from blueprints.jobset import build_objects
 from blueprints.manifests import require_valid
 from blueprints.recipe import LoadedRecipe, load_recipe
 from blueprints.resolve import ResolvedJob, Step, resolve
@@ -58,16 +59,18 @@ def train(args: argparse.Namespace) -> int:
 
 
 def render(args: argparse.Namespace) -> int:
-    """`blueprints render`: the TrainJob as YAML."""
+    """`blueprints render`: the TrainJob, or what the cluster makes of it, as YAML."""
     loaded = _load(args)
     runtime = runtime_for(loaded.recipe)
     job = train_job(loaded, runtime, name=args.name)
     require_valid(job, runtime)
+    objects = build_objects(job, runtime) if args.jobset else [job]
+    text = "---\n".join(to_yaml(item) for item in objects)
     if args.output is None:
-        sys.stdout.write(to_yaml(job))
+        sys.stdout.write(text)
     else:
         try:
-            args.output.write_text(to_yaml(job), encoding="utf-8")
+            args.output.write_text(text, encoding="utf-8")
         except OSError as error:
             raise UsageError(f"cannot write: {error.strerror}", where=f"--output {args.output}") from None
     return 0

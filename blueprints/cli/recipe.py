@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from blueprints.cli.paint import Span, echo
-from blueprints.errors import EnvironmentFault, ExitCode, RecipeError
+from blueprints.errors import EnvironmentFault, ExitCode, ManifestError, RecipeError
+from blueprints.manifest_files import is_manifest, require_valid_files
+from blueprints.manifests import RUNTIME_KINDS
 from blueprints.recipe import LoadedRecipe, Origin, load_recipe, shipped_recipes
 from blueprints.recipe.explain import Explanation, explain_in
 from blueprints.recipe.json_schema import json_schema
@@ -121,7 +123,10 @@ def schema(_args: argparse.Namespace) -> int:
 
 
 def validate(args: argparse.Namespace) -> int:
-    """`blueprints validate`."""
+    """`blueprints validate`: a recipe, or manifests."""
+    named = [args.recipe] if args.recipe is not None else []
+    if args.recipe is None or is_manifest(Path(args.recipe)):
+        return _validate_manifests(args, [*named, *args.files])
     try:
         loaded = load(args)
     except RecipeError as error:
@@ -138,6 +143,22 @@ def validate(args: argparse.Namespace) -> int:
         echo(Span("OK", "bold green"), Span(f"  {args.recipe}: {checked} (method {loaded.recipe.method})"))
         echo(Span(f"    hash {loaded.recipe.hash()}", "dim"))
     return code
+
+
+def _validate_manifests(args: argparse.Namespace, files: list[str]) -> int:
+    try:
+        documents = require_valid_files(files)
+    except ManifestError as error:
+        if not args.json:
+            raise
+        _print_json({"ok": False, **error.as_dict()})
+        return error.exit_code
+    checked = [item for item in documents if item.kind in ("TrainJob", *RUNTIME_KINDS)]
+    if args.json:
+        return _print_json({"ok": True, "objects": [{"kind": item.kind, "name": item.name} for item in checked]})
+    for item in checked:
+        echo(Span("OK", "bold green"), Span(f"  {item.file}: {item.kind} {item.name} is valid"))
+    return ExitCode.DONE
 
 
 def _check_data(recipe: Recipe, *, quiet: bool) -> tuple[int, dict[str, Any] | None]:

@@ -662,7 +662,7 @@ class Recipe(Run):
     def part(self, dotted: str) -> tuple[Block | None, str]:
         """The block that holds the two-part key `dotted`, None if absent from this recipe, and the key's last part."""
         name, key = dotted.split(".")
-        block: Block | None = dict(self)[name]
+        block: Block | None = vars(self)[name]
         return block, key
 
     def resolve(self) -> Self:
