@@ -399,8 +399,10 @@ def _runtime_faults(runtime: Manifest, where: str) -> Iterator[Fault]:
         return
     yield from _job_set(spec["template"]["spec"], jobs, where)
     yield from runtime_faults(runtime, where)
+    yield from _gang(spec.get("podGroupPolicy"), jobs, where)
+    trainer = "launcher" if isinstance(policy, dict) and policy.get("mpi") is not None else TRAINER_CONTAINER
     for job in jobs:
-        yield from _replicated_job(job, where)
+        yield from _replicated_job(job, trainer, where)
     if trainer_container(runtime) is None:
         problem = "has no replicatedJob labelled 'trainer' with a container 'node'"
         yield Fault(where, "spec.template.spec.replicatedJobs", problem)
@@ -452,15 +454,27 @@ def _claims(policies: list[Manifest], jobs: list[Manifest], where: str) -> Itera
             yield Fault(where, key, f"no container mounts {name!r}", "a volumeMount of that name")
 
 
-def _replicated_job(job: Manifest, where: str) -> Iterator[Fault]:
+def _gang(policy: Any, jobs: list[Manifest], where: str) -> Iterator[Fault]:
+    """A PodGroup counts the Pods of every replicatedJob; one that waits for another has none while the gang forms."""
+    if not policy:
+        return
+    for job in jobs:
+        if job.get("dependsOn"):
+            others = _names(entry.get("name") for entry in job["dependsOn"])
+            problem = f"is set, but replicatedJob {job.get('name')!r} starts only after {others}"
+            hint = "The gang would wait for Pods that do not exist yet: use a runtime without initializers, or Kueue"
+            yield Fault(where, "spec.podGroupPolicy", problem, "no dependsOn, or no gang scheduling", hint)
+
+
+def _replicated_job(job: Manifest, trainer: str, where: str) -> Iterator[Fault]:
     name, ancestor = job.get("name"), ancestor_of(job)
     key = f"spec.template.spec.replicatedJobs[{name}]"
-    expected = {"trainer": TRAINER_CONTAINER}.get(ancestor or "", ancestor)
+    expected = TRAINER_CONTAINER if ancestor == "trainer" else ancestor
     pod = pod_spec(job)
     containers = {container.get("name"): container for container in pod.get("containers") or []}
     if ancestor in ("trainer", *INITIALIZERS):
-        if name != expected:
-            yield Fault(where, key, f"is labelled {ancestor!r}", f"the name {expected!r}")
+        if name != (wanted := trainer if ancestor == "trainer" else ancestor):
+            yield Fault(where, key, f"is labelled {ancestor!r}", f"the name {wanted!r}")
         if job.get("replicas", 1) != 1:
             yield Fault(where, f"{key}.replicas", f"{job['replicas']!r} is not valid", "1")
         if expected not in containers:

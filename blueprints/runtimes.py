@@ -26,6 +26,8 @@ FRAMEWORK = "trainer.kubeflow.org/framework"
 NAME = "app.kubernetes.io/name"
 VERSION = "app.kubernetes.io/version"
 PART_OF = "app.kubernetes.io/part-of"
+MANAGED_BY = "app.kubernetes.io/managed-by"
+METHOD = "blueprints.llm-blueprints.dev/method"
 PRODUCT = "llm-blueprints"
 TRAINER_CONTAINER = "node"
 INITIALIZERS = ("model-initializer", "dataset-initializer")
@@ -51,6 +53,12 @@ def runtimes_directory() -> Path:
 @functools.cache
 def _shipped() -> dict[str, Manifest]:
     return {document["metadata"]["name"]: document for document in build(runtimes_directory())}
+
+
+@functools.cache
+def _generic() -> dict[str, Manifest]:
+    """Upstream's general runtimes under upstream's names; installed only where a cluster lacks them."""
+    return {document["metadata"]["name"]: document for document in build(runtimes_directory() / "generic")}
 
 
 def shipped_runtimes() -> dict[str, Manifest]:
@@ -80,13 +88,13 @@ def find_runtime(name: str, runtimes: Iterable[Manifest]) -> Manifest | None:
 
 
 def get_runtime(name: str) -> Manifest:
-    """The shipped runtime `name`, with or without its version.
+    """The shipped runtime `name`, with or without its version; also the general ones, such as `torch-distributed`.
 
     Raises:
         UsageError: there is none of that name.
     """
     known = _shipped()
-    found = find_runtime(name, known.values())
+    found = find_runtime(name, known.values()) or _generic().get(name)
     if found is None:
         names = [short_name(runtime) for runtime in known.values()]
         near = difflib.get_close_matches(str(name), names, n=1)

@@ -14,7 +14,7 @@ import yaml
 from blueprints.manifests import API_GROUP, API_VERSION, name_limit
 from blueprints.recipe import load_recipe, overrides_between
 from blueprints.recipe.shipped import shipped_recipes
-from blueprints.runtimes import Manifest, get_runtime, recipe_of
+from blueprints.runtimes import Manifest, ancestor_of, get_runtime, recipe_of, replicated_jobs
 
 if TYPE_CHECKING:
     from blueprints.recipe import LoadedRecipe
@@ -56,9 +56,11 @@ def train_job(loaded: LoadedRecipe, runtime: Manifest, *, name: str | None = Non
     }
     spec: Manifest = {
         "runtimeRef": {"apiGroup": API_GROUP, "kind": runtime["kind"], "name": runtime["metadata"]["name"]},
-        "initializer": _initializer(recipe, base, overrides),
+        "initializer": _initializer(recipe, base, overrides, runtime),
         "trainer": _trainer(recipe, base, overrides),
     }
+    if not spec["initializer"]:
+        del spec["initializer"]
     if recipe.runtime.active_deadline_seconds is not None:
         spec["activeDeadlineSeconds"] = recipe.runtime.active_deadline_seconds
     return {"apiVersion": API_VERSION, "kind": "TrainJob", "metadata": metadata, "spec": spec}
@@ -93,7 +95,8 @@ def default_name(loaded: LoadedRecipe, runtime: Manifest, *, unique: bool = Fals
     return f"{base or loaded.recipe.method}-{digits}"
 
 
-def _initializer(recipe: Recipe, base: str, overrides: list[str]) -> Manifest:
+def _initializer(recipe: Recipe, base: str, overrides: list[str], runtime: Manifest) -> Manifest:
+    steps = {ancestor_of(job) for job in replicated_jobs(runtime)}
     # Both get the whole recipe: rows are prepared for the method with the model's tokenizer.
     common = {
         "BLUEPRINTS_RECIPE": base,
@@ -101,6 +104,8 @@ def _initializer(recipe: Recipe, base: str, overrides: list[str]) -> Manifest:
     }
     result: Manifest = {}
     for role, source in (("dataset", recipe.dataset), ("model", recipe.model)):
+        if f"{role}-initializer" not in steps:
+            continue  # a runtime for what is there already
         env = dict(common)
         if source.revision is not None:
             env["REVISION"] = source.revision

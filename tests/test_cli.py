@@ -36,6 +36,16 @@ FLAGS = {
     "explain": {"-f", "--file", "--json"},
     "validate": {"-f", "--file", "--data", "--json"},
     "schema": set(),
+    "runtimes": {
+        "--overlay",
+        "--generic",
+        "-o",
+        "--output",
+        "--kubeconfig",
+        "--context",
+        "--dry-run",
+        "--json",
+    },
 }
 
 

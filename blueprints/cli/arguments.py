@@ -120,6 +120,29 @@ def _get(parser: argparse.ArgumentParser) -> None:
     _json(parser)
 
 
+def _runtimes(parser: argparse.ArgumentParser) -> None:
+    actions = ("list", "render", "diff", "apply")
+    parser.add_argument("action", choices=actions, metavar="list|render|diff|apply", help="what to do")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="runtimes, such as llm-sft (default: all)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--overlay", metavar="NAME|DIR", help="as a scheduler wants them: coscheduling, kai, kueue, multikueue, volcano, "
+        "yunikorn, or the folder of a kustomization of your own",
+    )  # fmt: skip
+    which.add_argument(
+        "--generic", action="store_true", help="instead of ours, the general ones (torch-distributed, ...)"
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="render: write to FILE")
+    parser.add_argument("--kubeconfig", metavar="FILE", help="diff, apply: the cluster (default: as kubectl finds it)")
+    parser.add_argument(
+        "--context", metavar="NAME", help="diff, apply: context of the kubeconfig (default: the current)"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="apply: let the API server check everything, change nothing"
+    )
+    parser.add_argument("--json", action="store_true", help="list: print JSON, for scripts")
+
+
 def _nothing(_parser: argparse.ArgumentParser) -> None:
     pass
 
@@ -234,7 +257,25 @@ JOB_VERBS = (
     ),
 )
 
-VERBS = {verb.name: verb for verb in (*JOB_VERBS, *RECIPE_VERBS)}
+CLUSTER_VERBS = (
+    Verb(
+        "runtimes",
+        "list the runtimes; render them for a cluster, compare, install",
+        "blueprints.cli.runtimes:run",
+        _runtimes,
+        "For the cluster's admin. A runtime says how a method runs: steps, images, retries, security. diff and apply ask "
+        "the API server for a dry run of everything first; apply changes only runtimes labelled as managed by "
+        "llm-blueprints, by server-side apply as field manager llm-blueprints.",
+        (
+            "blueprints runtimes list",
+            "blueprints runtimes render llm-sft --overlay kueue",
+            "blueprints runtimes diff --context production",
+            "blueprints runtimes apply --context production",
+        ),
+    ),
+)
+
+VERBS = {verb.name: verb for verb in (*JOB_VERBS, *RECIPE_VERBS, *CLUSTER_VERBS)}
 
 EXIT_CODES = (
     (0, "done"),
@@ -253,7 +294,7 @@ def top_parser() -> Parser:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--version", action="store_true", help="print the version and leave")
     parser.description = "Fine-tune any Hugging Face language model from one recipe.\n\n" + "\n".join(
-        [*_listed("Run", JOB_VERBS), "", *_listed("Recipes", RECIPE_VERBS)]
+        [*_listed("Run", JOB_VERBS), "", *_listed("Recipes", RECIPE_VERBS), "", *_listed("Cluster", CLUSTER_VERBS)]
     )
     parser.epilog = "\n".join(
         [
