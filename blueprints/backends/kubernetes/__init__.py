@@ -1,0 +1,1 @@
+"""A Kubernetes cluster with Kubeflow Trainer: creates TrainJobs, watches them and tells the truth about them."""
