@@ -12,7 +12,7 @@ import pytest
 
 from initializers.builtin import DATASETS, MODELS, dataset_path, model_path
 from initializers.builtin.generate_data import GENERATORS, main
-from initializers.builtin.orders import generate
+from initializers.builtin.orders import NUMBER_WORDS, generate
 
 ROOT = Path(__file__).parents[1]
 Rows = list[list[dict[str, str]]]
@@ -243,3 +243,15 @@ def test_pretraining_is_reproducible(tmp_path: Path) -> None:
         subprocess.run([*command, str(tmp_path / out)], check=True, cwd=ROOT, timeout=600)
     for name in ("model.safetensors", "tokenizer.json", "config.json", "chat_template.jinja"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_amounts_ask_for_a_number_word_that_the_prompt_does_not_always_hold() -> None:
+    rows = [
+        json.loads(line)
+        for split in ("train", "test")
+        for line in (dataset_path("amounts") / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    assert {row["answer"] for row in rows} == set(NUMBER_WORDS)
+    assert len({row["prompt"] for row in rows}) == len(rows)
+    spelled = sum(f" {row['answer']} " in f" {row['prompt'].lower()}" for row in rows) / len(rows)
+    assert 0.3 < spelled < 0.6, "copying a word of the prompt must not be enough"

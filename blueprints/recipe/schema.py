@@ -32,7 +32,7 @@ from blueprints.errors import RecipeError
 SCHEMES = ("builtin", "file", "hf")
 """URI schemes this version reads."""
 BUILTIN_MODELS = ("tiny-llama",)
-BUILTIN_DATASETS = ("orders",)
+BUILTIN_DATASETS = ("orders", "amounts")
 
 METHODS = ("sft", "dpo", "ppo", "grpo", "distill", "qat")
 CUSTOM_METHOD = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*$"

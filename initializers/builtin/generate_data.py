@@ -10,9 +10,10 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from initializers.builtin import DATA, orders
+from initializers.builtin import DATA, amounts, orders
 
 GENERATORS: Mapping[str, Callable[[], dict[str, str]]] = {
+    "amounts": amounts.generate,
     "orders": orders.generate,
 }
 """What makes the files of each data set: file name to content, the same wherever it is called."""

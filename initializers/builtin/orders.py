@@ -89,19 +89,24 @@ def amount(quantity: int, following: str, rng: Random) -> str:
     return rng.choice(spellings)
 
 
-def question(order: Order, rng: Random) -> str:
-    """The user's message for an order: an instruction and a sentence."""
-    sentence = rng.choice(SENTENCES)
+def sentence(order: Order, rng: Random) -> str:
+    """An order as a customer or a clerk would say it."""
+    chosen = rng.choice(SENTENCES)
     things = order.item if order.quantity == 1 else plural(order.item)
-    following = order.color if "{goods}" in sentence else things
+    following = order.color if "{goods}" in chosen else things
     count = amount(order.quantity, following, rng)
-    text = sentence.format(
+    return chosen.format(
         name=order.name,
         amount=count,
         things=things,
         color=order.color,
         goods=f"{count} {order.color} {things}",
     )
+
+
+def question(order: Order, rng: Random) -> str:
+    """The user's message for an order: an instruction and a sentence."""
+    text = sentence(order, rng)
     return f"{rng.choice(INSTRUCTIONS)} {text}"
 
 
