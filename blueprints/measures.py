@@ -12,6 +12,10 @@ LABELS: dict[str, tuple[str, str]] = {
     "preference_accuracy": ("preference accuracy", ".1%"),
     "reward": ("mean reward", ".3f"),
     "kl": ("KL to the reference", ".4f"),
+    "teacher_kl": ("KL from the teacher", ".4f"),
+    "teacher_agreement": ("same as the teacher", ".1%"),
+    "teacher_gap": ("gap to the teacher", ".4g"),
+    "nll": ("nats per token", ".4f"),
 }
 """What a measure is called and its format. One that is not here is shown by its own name with four digits."""
 

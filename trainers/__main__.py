@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from blueprints.errors import ExitCode, UsageError
 from trainers import process
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 METHODS = {
     "sft": "trainers.sft:train",
+    "distill": "trainers.distill:train",
 }
 
 
@@ -73,8 +74,11 @@ def find_method(recipe: Recipe) -> Callable[[Run], None]:
     return found
 
 
-def run() -> int:
+def run(step: Callable[[Sequence[str]], int] = main) -> int:
     """The whole life of a training process: its exit code, with every failure explained.
+
+    Args:
+        step: what to do with the arguments.
 
     Returns:
         the exit code: 0 done, 2 and 3 the user's input and data, 4 training failed, 5 the environment, 143 stopped
@@ -85,7 +89,7 @@ def run() -> int:
     code = int(ExitCode.BUG)
     try:
         process.register()
-        code = main(sys.argv[1:])
+        code = step(sys.argv[1:])
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ExitCode.USER_INPUT)
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the edge of the process: all becomes an exit code
@@ -95,11 +99,15 @@ def run() -> int:
     return code
 
 
-if __name__ == "__main__":
-    exit_code = run()
+def leave(exit_code: int) -> NoReturn:
+    """End the process."""
     sys.stdout.flush()
     sys.stderr.flush()
     # Collectives of a failed peer can hang in the interpreter's shutdown: leave without it when something went wrong.
     if exit_code:
         os._exit(exit_code)
     sys.exit(0)
+
+
+if __name__ == "__main__":
+    leave(run())

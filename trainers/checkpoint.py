@@ -51,13 +51,9 @@ class LossLog:
 
     def merged(self) -> dict[str, float]:
         """The pending steps as one line, and forget them."""
-        names = self.pending[-1]
-        line = {
-            name: self.pending[-1][name]
-            if name in LAST_VALUE
-            else sum(step[name] for step in self.pending) / len(self.pending)
-            for name in names
-        }
+        names = dict.fromkeys(name for step in self.pending for name in step)  # some numbers are not of every step
+        seen = {name: [step[name] for step in self.pending if name in step] for name in names}
+        line = {name: values[-1] if name in LAST_VALUE else sum(values) / len(values) for name, values in seen.items()}
         self.pending.clear()
         return line
 

@@ -216,6 +216,10 @@ def _check_mask(batch: pa.RecordBatch, start: int, directory: Path) -> None:
         raise DataError(problem, where=str(directory), todo=PREPARE_AGAIN)
 
 
+HANDED_ON = ("seq_lengths", "prompt", "prompt_length", "top_ids", "top_log_probs", "rest")
+"""Columns of rows that a batch keeps as they are; the last three are a teacher's stored scores."""
+
+
 def with_labels(rows: Dataset) -> Dataset:
     """`rows` as TRL's collator wants them: `labels` made from `completion_mask` when a batch is read, never copied."""
 
@@ -225,7 +229,7 @@ def with_labels(rows: Dataset) -> Dataset:
             for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True)
         ]
         ready = {"input_ids": batch["input_ids"], "labels": labels}
-        return ready | {name: batch[name] for name in ("seq_lengths", "prompt", "prompt_length") if name in batch}
+        return ready | {name: batch[name] for name in HANDED_ON if name in batch}
 
     # Renamed because TRL refuses a `completion_mask` without a `labels` column, and a transform has no columns.
     return rows.rename_column("completion_mask", "loss_mask").with_transform(label)

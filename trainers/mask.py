@@ -60,6 +60,8 @@ def marked(ids: Sequence[int], labels: Sequence[int], tokenizer: PreTrainedToken
 def for_terminal(proof: dict[str, Any]) -> str:
     """The proof as lines to print; at a terminal trained text is green too."""
     lines = [f"Mask proof: what carries loss stands between {OPEN} and {CLOSE}"]
+    if "note" in proof:
+        lines.append(f"  {proof['note']}")
     colour = sys.stdout.isatty()
     for row in proof["rows"]:
         text = row["text"] if len(row["text"]) <= LONGEST else row["text"][:LONGEST] + " …"

@@ -65,6 +65,14 @@ class Workspace:
         return self.root / "dataset"
 
     @property
+    def teacher(self) -> Path:
+        return self.root / "teacher"
+
+    @property
+    def teacher_logits(self) -> Path:
+        return self.root / "teacher_logits"
+
+    @property
     def output(self) -> Path:
         return self.root / "output"
 

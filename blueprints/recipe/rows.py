@@ -65,10 +65,12 @@ def row_options(recipe: Recipe) -> dict[str, bool | int]:
 
 
 def samples(recipe: Recipe) -> bool:
-    """Whether a distillation samples answers from the student, so that its rows need prompts."""
-    return recipe.distill is not None and recipe.distill.lmbda > 0
+    """Whether a distillation samples answers, from the student or the teacher, so that its rows need prompts."""
+    distill = recipe.distill
+    return distill is not None and (distill.teacher is not None if distill.seq_kd else distill.lmbda > 0)
 
 
 def wants_answers(recipe: Recipe) -> bool:
     """Whether a distillation takes batches from the rows' own answers, so that rows without one are of no use."""
-    return recipe.distill is not None and recipe.distill.lmbda < 1
+    distill = recipe.distill
+    return distill is not None and (distill.teacher is None if distill.seq_kd else distill.lmbda < 1)

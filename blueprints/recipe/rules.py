@@ -397,6 +397,25 @@ def _teacher(at: Checked) -> Iterator[Fault]:
         )
 
 
+def _stored_teacher(at: Checked) -> Iterator[Fault]:
+    distill = at.recipe.distill
+    if at.recipe.method != "distill" or distill is None or distill.teacher_top_k is None:
+        return
+    key, found = "distill.teacher_top_k", "the teacher scores the rows' answers before training"
+    if distill.seq_kd:
+        yield at.fault(key, f"{found}, and `distill.seq_kd` trains on text alone", "one of the two", "Remove one.")
+    elif distill.teacher is None:
+        return  # missing, which is said already
+    elif distill.lmbda > 0:
+        yield at.fault(
+            key,
+            f"{found}: it cannot have scored what the student answers later, and with `distill.lmbda: {distill.lmbda:g}` "
+            "some batches are such answers",
+            "`distill.lmbda: 0` with stored scores",
+            "Set `distill.lmbda: 0`, or leave `distill.teacher_top_k` out: the teacher then runs beside the student.",
+        )
+
+
 def _rewards(at: Checked) -> Iterator[Fault]:
     recipe = at.recipe
     if recipe.method == "grpo" and recipe.grpo and not recipe.grpo.reward_funcs:
@@ -460,6 +479,7 @@ RULES: tuple[Rule, ...] = (
     _held_out_rows,
     _row_format,
     _teacher,
+    _stored_teacher,
     _rewards,
     _groups,
 )

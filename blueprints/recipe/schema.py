@@ -404,19 +404,34 @@ class DistillOptions(Block):
     """Knowledge distillation from a teacher. Names are those of TRL's DistillationConfig and GKDConfig."""
 
     teacher: Uri | None = None
-    """The teacher model; required for logit distillation."""
+    """The teacher model, with the same tokenizer as the model. Needed, but for `seq_kd` on text the teacher has written
+    already."""
     teacher_revision: str | None = None
     """Branch, tag or commit of a `hf://` teacher."""
+    teacher_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type the teacher's weights are loaded in. `auto`: float32 on CPU, the type they were saved in on GPU."""
+    teacher_quantize: bool = False
+    """Load the teacher in 4 bits (bitsandbytes NF4): about a quarter of its memory, a little less exact."""
+    teacher_top_k: PositiveInt | None = None
+    """Score the rows before training, and keep the teacher's log-probabilities of its this many likeliest tokens at each
+    position, and of all others together: training then needs no teacher in memory. For `lmbda: 0` alone. The divergence
+    is taken over these outcomes; it is the whole one if this is the size of the vocabulary. 32 to 128 is usual. Default:
+    the teacher runs beside the student."""
     lmbda: Fraction = 0.5
-    """Share of batches sampled from the student (on-policy). 0: only the data; 1: only the student."""
+    """Share of batches that the student answers itself (on-policy); the others are the rows' answers. 0: only the rows; 1:
+    only the student, and the rows may be prompts alone. On-policy batches are slower, and teach what the student will
+    meet when it runs."""
     beta: Fraction = 0.5
-    """Divergence: 0 forward KL, 1 reverse KL, between: generalised Jensen-Shannon (arXiv:2306.13649)."""
+    """Divergence: 0 forward KL (covers all the teacher does), 1 reverse KL (keeps to what the teacher does most), between:
+    generalised Jensen-Shannon (arXiv:2306.13649), which weighs the teacher's side with `beta`. Its scale shrinks towards
+    both ends (0 and 1 are the KL divergences themselves)."""
     temperature: PositiveFloat = 0.9
-    """Temperature of both distributions and of sampling."""
+    """Temperature of both distributions and of sampling. Above 1 the teacher's less likely tokens count more."""
     max_completion_length: PositiveInt = 128
-    """Longest sampled completion in tokens."""
+    """Longest sampled answer in tokens."""
     seq_kd: bool = False
-    """Sequence-level distillation: train on the teacher's text."""
+    """Sequence-level distillation (arXiv:1606.07947): train on the teacher's text by its likelihood. With a `teacher` it
+    answers each batch's prompts; without one the rows' answers are its text."""
 
 
 class QATOptions(Block):
@@ -469,7 +484,8 @@ class RuntimeConfig(Block):
     """The ClusterTrainingRuntime the job runs on, and what the job adds to it."""
 
     name: str | None = None
-    """Name of the runtime. Default: `llm-<method>`."""
+    """Name of the runtime. Default: `llm-<method>`; with `distill.teacher_top_k` `llm-distill-offline`, or
+    `llm-distill-offline-gpu` where `resources.gpu` is set."""
     image: str | None = None
     """Trainer image instead of the runtime's."""
     env: dict[str, str] = Field(default_factory=dict)
@@ -647,12 +663,19 @@ class Recipe(Run):
         if resources.num_proc_per_node is None:
             values["resources.num_proc_per_node"] = max(1, resources.gpu)
         if self.runtime.name is None:
-            values["runtime.name"] = "llm-custom" if self.is_custom else f"llm-{self.method}"
+            values["runtime.name"] = self._runtime_name()
         for idle in IDLE:
             block, key = self.part(idle.key)
             if block is not None and idle.when(self):
                 values[idle.key] = type(block).model_fields[key].get_default(call_default_factory=True)
         return values
+
+    def _runtime_name(self) -> str:
+        if self.is_custom:
+            return "llm-custom"
+        if self.distill and self.distill.teacher_top_k is not None:  # a step more: the teacher scores the rows
+            return "llm-distill-offline-gpu" if self.resources.gpu else "llm-distill-offline"
+        return f"llm-{self.method}"
 
     @property
     def is_custom(self) -> bool:
@@ -729,6 +752,19 @@ def _no_quantized_base(recipe: Recipe) -> bool:
     return recipe.lora is None or not recipe.lora.quantize_base
 
 
+def _likelihood(recipe: Recipe) -> bool:
+    return recipe.distill is not None and recipe.distill.seq_kd
+
+
+def _no_teacher(recipe: Recipe) -> bool:
+    return recipe.distill is not None and recipe.distill.teacher is None
+
+
+def _nothing_sampled(recipe: Recipe) -> bool:
+    distill = recipe.distill
+    return distill is not None and (distill.teacher is None if distill.seq_kd else distill.lmbda == 0)
+
+
 def _no_vllm(recipe: Recipe) -> bool:
     return recipe.grpo is None or not recipe.grpo.use_vllm
 
@@ -792,6 +828,33 @@ IDLE = (
             "Set `grpo.use_vllm: true` or leave it out.",
         )
         for key in ("vllm_mode", "vllm_server_base_url")
+    ),
+    *(
+        Idle(
+            f"distill.{key}",
+            "distill.seq_kd",
+            _likelihood,
+            "with `distill.seq_kd: true` the loss is the likelihood of the teacher's text",
+            "Leave it out or unset `distill.seq_kd`.",
+        )
+        for key in ("lmbda", "beta")
+    ),
+    *(
+        Idle(
+            f"distill.{key}",
+            "distill.teacher",
+            _no_teacher,
+            "there is no `distill.teacher`: the rows hold the teacher's text",
+            "Leave it out or name a teacher.",
+        )
+        for key in ("teacher_dtype", "teacher_quantize", "temperature")
+    ),
+    Idle(
+        "distill.max_completion_length",
+        "distill.lmbda",
+        _nothing_sampled,
+        "nothing is sampled: all batches are the rows' own answers",
+        "Leave it out, or raise `distill.lmbda`.",
     ),
     Idle(
         "output.merge",
