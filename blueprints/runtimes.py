@@ -142,3 +142,17 @@ def pod_spec(job: Manifest) -> Manifest:
     """The Pod spec of a replicatedJob."""
     template = ((job.get("template") or {}).get("spec") or {}).get("template") or {}
     return dict(template.get("spec") or {})
+
+
+def shared_claim_note(runtime: Manifest, nodes: int) -> str | None:
+    """A warning where several nodes share a claim that only one machine can mount; None where there is no such danger."""
+    spec = ((runtime.get("spec") or {}).get("template") or {}).get("spec") or {}
+    for policy in spec.get("volumeClaimPolicies") or []:
+        for claim in policy.get("templates") or []:
+            modes = (claim.get("spec") or {}).get("accessModes") or []
+            if nodes > 1 and not set(modes) & {"ReadWriteMany", "ReadOnlyMany"}:
+                return (
+                    f"{nodes} nodes share a {', '.join(modes)} claim, so all their Pods must land on one machine; "
+                    "runtime=llm-multinode has a ReadWriteMany claim"
+                )
+    return None

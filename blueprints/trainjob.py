@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from blueprints.errors import UsageError
 from blueprints.manifests import API_GROUP, API_VERSION, name_limit
 from blueprints.recipe import load_recipe, overrides_between
 from blueprints.recipe.shipped import shipped_recipes
-from blueprints.runtimes import Manifest, ancestor_of, get_runtime, recipe_of, replicated_jobs
+from blueprints.runtimes import Manifest, ancestor_of, get_runtime, recipe_of, replicated_jobs, trainer_container
 
 if TYPE_CHECKING:
     from blueprints.recipe import LoadedRecipe
@@ -45,8 +46,15 @@ def train_job(loaded: LoadedRecipe, runtime: Manifest, *, name: str | None = Non
         loaded: the recipe, resolved.
         runtime: a ClusterTrainingRuntime.
         name: of the job. Default: the recipe's name and the first digits of its hash.
+
+    Raises:
+        UsageError: the runtime has no command that would read the recipe.
     """
     recipe = loaded.recipe
+    if not (trainer_container(runtime) or {}).get("command"):
+        where = f"{runtime['kind']} {runtime['metadata']['name']}"
+        todo = f"use llm-{'custom' if recipe.is_custom else recipe.method}, or give its container 'node' a command"
+        raise UsageError("the runtime brings no trainer that reads recipes", where=where, todo=todo)
     base = loaded.shipped or recipe_of(runtime) or _nearest_recipe(recipe.method)
     overrides = overrides_between(_shipped_recipe(base), recipe)
     metadata = {

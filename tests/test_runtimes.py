@@ -18,7 +18,7 @@ from blueprints.errors import UsageError
 from blueprints.manifests import check_runtime, check_train_job
 from blueprints.recipe import load_recipe
 from blueprints.recipe.schema import METHODS
-from blueprints.recipe.shipped import shipped_names
+from blueprints.recipe.shipped import shipped_names, shipped_recipes
 from blueprints.resolve import build_job_set
 from blueprints.runtimes import (
     ancestor_of,
@@ -67,6 +67,14 @@ def test_every_method_has_a_runtime_under_both_names(name: str) -> None:
     assert runtime["metadata"]["name"].startswith(f"{name}-v")
     assert get_runtime(runtime["metadata"]["name"]) == runtime
     assert recipe_of(runtime) in (None, *shipped_names())
+
+
+def test_runtime_of_a_method_trains_a_shipped_recipe_of_it() -> None:
+    methods = {recipe.name: recipe.method for recipe in shipped_recipes()}
+    for method in METHODS:
+        recipe = recipe_of(get_runtime(f"llm-{method}"))
+        if recipe is not None or method in methods.values():
+            assert methods.get(recipe or "") == method, f"name a recipe in runtimes/llm/{method}, as ../sft does"
 
 
 def test_newest_version_is_found() -> None:
@@ -339,4 +347,26 @@ def test_rendering_is_the_same_every_time(capsys: pytest.CaptureFixture[str], tm
 )
 def test_mistakes_are_named(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runtimes", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_several_nodes_on_a_claim_of_one_machine_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["render", "sft-lora", "resources.num_nodes=2"]) == 0
+    assert "note: 2 nodes share a ReadWriteOnce claim" in capsys.readouterr().err
+    assert main(["render", "sft-lora", "resources.num_nodes=2", "runtime=llm-multinode"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "quickstart", "runtime=llm-deepspeed-mpi", "--dry-run"], "mpirun and the nodes it reaches over ssh"),
+        (["render", "quickstart", "runtime=torch-distributed"], "brings no trainer that reads recipes"),
+        (["render", "quickstart", "runtime=llm-stf"], "did you mean 'llm-sft'"),
+    ],
+)
+def test_runtime_that_cannot_run_the_recipe_is_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
     assert message in capsys.readouterr().err

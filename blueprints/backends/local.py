@@ -79,10 +79,11 @@ class LocalBackend:
 
         Raises:
             ManifestError: the TrainJob or the runtime is invalid.
-            UsageError: the name is taken by a running job or by another recipe.
+            UsageError: the name is taken by a running job or by another recipe, or the runtime needs a cluster.
             EnvironmentFault: libraries are missing, or the jobs' directory cannot be written.
         """
         require_valid(job, runtime)
+        require_processes(runtime)
         require_libraries(resolve(job, runtime))
         directory = JobDirectory(self.jobs_directory / job["metadata"]["name"])
         with storage_faults(self.home), self._creating():
@@ -271,6 +272,20 @@ class LocalBackend:
             doomed = directory.path.with_name(f".deleted-{name}-{os.getpid()}")
             directory.path.rename(doomed)  # from here on the name is free, whatever happens
             shutil.rmtree(doomed)
+
+
+def require_processes(runtime: Manifest) -> None:
+    """See that a runtime's steps can be processes of one machine.
+
+    Raises:
+        UsageError: it starts its nodes over ssh.
+    """
+    if (runtime["spec"].get("mlPolicy") or {}).get("mpi") is not None:
+        raise UsageError(
+            "mpirun and the nodes it reaches over ssh need a cluster",
+            where=f"{runtime['kind']} {runtime['metadata']['name']}",
+            todo="leave runtime.name out here: several nodes are torchrun processes on this machine",
+        )
 
 
 def require_libraries(job: ResolvedJob) -> None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TextIO
 
-from blueprints.backends.local import ALREADY_COMPLETE, RESUMED, LocalBackend, require_libraries
+from blueprints.backends.local import ALREADY_COMPLETE, RESUMED, LocalBackend, require_libraries, require_processes
 from blueprints.backends.results import Run, read_run
 from blueprints.backends.state import COMPLETE, JobDirectory, JobStatus, seconds_between
 from blueprints.cli.live import View, describe, duration, elapsed, open_view, progress_of
@@ -24,7 +24,7 @@ from blueprints.jobset import build_objects
 from blueprints.manifests import require_valid
 from blueprints.recipe import LoadedRecipe, load_recipe
 from blueprints.resolve import ResolvedJob, Step, resolve
-from blueprints.runtimes import Manifest
+from blueprints.runtimes import Manifest, shared_claim_note
 from blueprints.trainjob import default_name, runtime_for, to_yaml, train_job
 
 POLL_SECONDS = 0.2
@@ -38,6 +38,7 @@ def train(args: argparse.Namespace) -> int:
     job = train_job(loaded, runtime, name=name)
     require_valid(job, runtime)
     if args.dry_run:
+        require_processes(runtime)
         return _dry_run(job, resolve(job, runtime), as_json=args.json)
     backend = LocalBackend()
     stream = sys.stderr if args.json else sys.stdout
@@ -64,6 +65,8 @@ def render(args: argparse.Namespace) -> int:
     runtime = runtime_for(loaded.recipe)
     job = train_job(loaded, runtime, name=args.name)
     require_valid(job, runtime)
+    if note := shared_claim_note(runtime, loaded.recipe.resources.num_nodes):
+        print(f"note: {note}", file=sys.stderr)
     objects = build_objects(job, runtime) if args.jobset else [job]
     text = "---\n".join(to_yaml(item) for item in objects)
     if args.output is None:
