@@ -267,9 +267,10 @@ def _say_plan(plan: Plan, tokenizer: ChatTokenizer | None) -> None:
 
 def _say_result(reports: Mapping[str, Any], tokenizer: ChatTokenizer, seconds: float) -> None:
     for name, report in reports.items():
+        trained = f", {report.trained_tokens:,} of them trained" if report.trained_tokens else ""
         say(
-            f"{name}: {report.rows:,} rows → {report.sequences:,} sequences, {report.tokens:,} tokens, "
-            f"{report.trained_tokens:,} of them trained; {report.truncated:,} rows truncated, "
+            f"{name}: {report.rows:,} rows → {report.sequences:,} sequences, {report.tokens:,} tokens{trained}; "
+            f"{report.truncated:,} rows truncated, "
             f"{report.dropped:,} dropped; longest row {report.longest:,} tokens"
         )
     _say_repeated(reports)

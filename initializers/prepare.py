@@ -281,8 +281,9 @@ class Preparer:
         """
         report, seen, maker = SplitReport(), 0, None
         if self.tokenizer is not None:
-            column, held_out = self.format.required[-1], name == EVAL
-            maker = maker_of(self.kind, self.recipe, self.tokenizer, self.faults, column, held_out=held_out)
+            # What is wrong with a row as a whole is its answer's length or mask, or the prompt where that is all.
+            column = self.format.required[0 if self.kind == "prompt" else -1]
+            maker = maker_of(self.kind, self.recipe, self.tokenizer, self.faults, column, held_out=name == EVAL)
         for batch in _batched(self._examples(rows)):
             seen += len(batch)
             self.on_rows(name, seen)

@@ -350,6 +350,9 @@ def test_prompts_that_are_too_long(tmp_path: Path, overlong: str) -> None:
     if overlong == "error":
         with pytest.raises(RowsError, match=r"rows\.jsonl:2: prompt: the prompt has \d+ tokens.*training\.max_length"):
             prepare_for(tmp_path, "grpo", rows, *override)
+        pairs = [row | {"completion": "c"} for row in rows]
+        with pytest.raises(RowsError, match=r"rows\.jsonl:2: prompt: the prompt has"):
+            prepare_for(tmp_path, "grpo", pairs, *override)
         return
     report = prepare_for(tmp_path, "grpo", rows, *override)["splits"]["train"]
     found = sequences(tmp_path / "work")
