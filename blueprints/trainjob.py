@@ -48,13 +48,10 @@ def train_job(loaded: LoadedRecipe, runtime: Manifest, *, name: str | None = Non
         name: of the job. Default: the recipe's name and the first digits of its hash.
 
     Raises:
-        UsageError: the runtime has no command that would read the recipe.
+        UsageError: the runtime has no command that would read the recipe, or starts more nodes than it asks for.
     """
     recipe = loaded.recipe
-    if not (trainer_container(runtime) or {}).get("command"):
-        where = f"{runtime['kind']} {runtime['metadata']['name']}"
-        todo = f"use llm-{'custom' if recipe.is_custom else recipe.method}, or give its container 'node' a command"
-        raise UsageError("the runtime brings no trainer that reads recipes", where=where, todo=todo)
+    _check_fit(recipe, runtime)
     base = loaded.shipped or recipe_of(runtime) or _nearest_recipe(recipe.method)
     overrides = overrides_between(_shipped_recipe(base), recipe)
     metadata = {
@@ -72,6 +69,17 @@ def train_job(loaded: LoadedRecipe, runtime: Manifest, *, name: str | None = Non
     if recipe.runtime.active_deadline_seconds is not None:
         spec["activeDeadlineSeconds"] = recipe.runtime.active_deadline_seconds
     return {"apiVersion": API_VERSION, "kind": "TrainJob", "metadata": metadata, "spec": spec}
+
+
+def _check_fit(recipe: Recipe, runtime: Manifest) -> None:
+    where = f"{runtime['kind']} {runtime['metadata']['name']}"
+    if not (trainer_container(runtime) or {}).get("command"):
+        todo = f"use llm-{'custom' if recipe.is_custom else recipe.method}, or give its container 'node' a command"
+        raise UsageError("the runtime brings no trainer that reads recipes", where=where, todo=todo)
+    mpi = (runtime["spec"].get("mlPolicy") or {}).get("mpi") or {}
+    if mpi.get("runLauncherAsNode") and recipe.resources.num_nodes < 2:
+        problem = "the runtime starts two nodes at least, its launcher is one of them; the recipe asks for one"
+        raise UsageError(problem, where=where, todo="set resources.num_nodes=2, or use another runtime")
 
 
 @functools.cache

@@ -106,6 +106,20 @@ def test_every_runtime_keeps_what_all_promise(runtime: Manifest) -> None:
         keeps_what_all_promise(job)
 
 
+@pytest.mark.parametrize("runtime", list(everything()))
+def test_every_runtime_becomes_a_job_set(runtime: Manifest) -> None:
+    spec = {"runtimeRef": {"name": runtime["metadata"]["name"]}, "trainer": {"numNodes": 3, "numProcPerNode": 2}}
+    job = {"apiVersion": runtime["apiVersion"], "kind": "TrainJob", "metadata": {"name": "demo"}, "spec": spec}
+    assert [str(fault) for fault in check_train_job(job, runtime)] == []
+    counts = {
+        replicated["name"]: replicated["template"]["spec"]["parallelism"]
+        for replicated in build_job_set(job, runtime)["spec"]["replicatedJobs"]
+    }
+    # With MPI the launcher is one of the nodes.
+    assert counts["node"] == (2 if "launcher" in counts else 3)
+    assert set(counts.values()) <= {1, counts["node"]}
+
+
 def keeps_what_all_promise(job: Manifest) -> None:
     """Retries, security and termination of one replicatedJob."""
     job_spec, pod = job["template"]["spec"], pod_spec(job)
@@ -143,7 +157,8 @@ def keeps_what_all_promise(job: Manifest) -> None:
 @pytest.mark.parametrize("name", sorted(short_name(runtime) for runtime in shipped_runtimes().values()))
 def test_every_runtime_takes_a_recipe(name: str) -> None:
     runtime = get_runtime(name)
-    job = train_job(load_recipe("sft-lora", overrides=[f"runtime={name}"], environ={}), runtime, name="demo")
+    overrides = [f"runtime={name}", "resources.num_nodes=2"]
+    job = train_job(load_recipe("sft-lora", overrides=overrides, environ={}), runtime, name="demo")
     assert [str(fault) for fault in check_train_job(job, runtime)] == []
     steps = [replicated["name"] for replicated in replicated_jobs(runtime)]
     given = [f"{role}-initializer" for role in job["spec"].get("initializer", {})]
@@ -360,7 +375,11 @@ def test_several_nodes_on_a_claim_of_one_machine_are_noted(capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train", "quickstart", "runtime=llm-deepspeed-mpi", "--dry-run"], "mpirun and the nodes it reaches over ssh"),
+        (
+            ["train", "quickstart", "runtime=llm-deepspeed-mpi", "resources.num_nodes=2", "--dry-run"],
+            "mpirun and the nodes it reaches over ssh",
+        ),
+        (["render", "quickstart", "runtime=llm-deepspeed-mpi"], "starts two nodes at least"),
         (["render", "quickstart", "runtime=torch-distributed"], "brings no trainer that reads recipes"),
         (["render", "quickstart", "runtime=llm-stf"], "did you mean 'llm-sft'"),
     ],
