@@ -129,8 +129,8 @@ METHODS = {
     "distill": "distill: {teacher: 'file:///teacher', lmbda: 0.5}",
     "distill-data": "distill: {teacher: 'file:///teacher', lmbda: 0}",
     "distill-student": "distill: {teacher: 'file:///teacher', lmbda: 1}",
-    "grpo": "grpo: {reward_funcs: [{name: length}], max_completion_length: 8}",
-    "ppo": "ppo: {reward_funcs: [{name: length}], max_completion_length: 8}",
+    "grpo": "grpo: {reward_funcs: [{name: length, args: {max: 100}}], max_completion_length: 8}",
+    "ppo": "ppo: {reward_funcs: [{name: length, args: {max: 100}}], max_completion_length: 8}",
 }
 """The block each method needs."""
 
