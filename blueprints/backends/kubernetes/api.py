@@ -236,17 +236,21 @@ class Cluster:
             raise
         return True
 
-    def log(self, pod: str, container: str, *, follow: bool = False, since: str | None = None) -> Iterator[str]:
+    def log(
+        self, pod: str, container: str, *, follow: bool = False, since: str | None = None, tail: int | None = None
+    ) -> Iterator[str]:
         """Lines of a container's log, each with its time in front (RFC 3339, then a space).
 
         Args:
             since: only lines from this time on (whole seconds count).
+            tail: only so many lines, the last ones.
 
         Raises:
             ApiError: the log cannot be read; a cut connection ends the iteration instead.
         """
         query = [("container", container), ("timestamps", "true"), ("follow", str(follow).lower())]
         query += [("sinceTime", since)] if since else []
+        query += [("tailLines", str(tail))] if tail is not None else []
         response = self._call("GET", PODS.path(self.namespace, pod, "log"), query=query, stream=True)
         try:
             yield from _lines(response)
