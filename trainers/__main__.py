@@ -49,6 +49,8 @@ def main(argv: Sequence[str]) -> int:
     from blueprints.recipe import load_recipe
 
     loaded = load_recipe(arguments.recipe, overlays=arguments.file, overrides=arguments.overrides, environ=os.environ)
+    if not loaded.recipe.resources.gpu:
+        process.hide_gpus()
     quiet(main=process.world().main)  # before the libraries are imported
     method = find_method(loaded.recipe)
     here = process.world()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,6 +21,7 @@ def save_artifact(
     recipe: Recipe,
     source: dict[str, Any],
     output: Path,
+    state: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
     """Save `output/adapter` or `output/model` as safetensors.
 
@@ -27,6 +30,7 @@ def save_artifact(
 
     Args:
         source: the model's manifest.
+        state: the weights by name, of a sharded model; None: the model holds them.
 
     Returns:
         the directory.
@@ -34,7 +38,7 @@ def save_artifact(
     name = "adapter" if isinstance(model, PeftModel) else "model"
     target, temporary = output / name, output / f".{name}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
-    model.save_pretrained(temporary)
+    model.save_pretrained(temporary, **({} if state is None else {"state_dict": dict(state)}))
     if name == "adapter" and recipe.model.uri.startswith("hf://"):
         # In the file alone: PEFT itself would look the live configuration's model up on the Hub.
         path = temporary / "adapter_config.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import KubeflowCallback
 
@@ -143,6 +145,11 @@ class FirstStepChecks(TrainerCallback):
         self.world = world
         self._checked = False
         self._compared = world.size == 1
+        self._reached: set[str] = set()
+        self._handles: list[Any] = []
+
+    def _note_gradient(self, name: str, _gradient: torch.Tensor) -> None:
+        self._reached.add(name)
 
     def on_train_begin(
         self,
@@ -153,8 +160,12 @@ class FirstStepChecks(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Transformers' event: all is prepared, no step is done."""
-        parts = model.modules() if model is not None else ()
-        base = next((part for part in parts if isinstance(part, PreTrainedModel)), None)
+        assert model is not None
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:  # DeepSpeed takes gradients away as soon as they are there
+                note = functools.partial(self._note_gradient, name)
+                self._handles.append(parameter.register_hook(note))
+        base = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
         if base is not None and base.is_activation_checkpointing != args.activation_checkpointing:
             asked, seen = ("on", "off") if args.activation_checkpointing else ("off", "on")
             raise JobFailedError(
@@ -175,6 +186,8 @@ class FirstStepChecks(TrainerCallback):
         if self._compared or model is None:
             return
         self._compared = True
+        if any(isinstance(parameter, DTensor) or "ds_numel" in vars(parameter) for parameter in model.parameters()):
+            return  # sharded: there is one copy of each weight
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         mine = torch.stack([parameter.detach().double().sum() for parameter in trained]).sum()
         sums = [torch.zeros_like(mine) for _ in range(self.world.size)]
@@ -198,11 +211,16 @@ class FirstStepChecks(TrainerCallback):
         if self._checked or model is None:
             return
         self._checked = True
+        for handle in self._handles:
+            handle.remove()
         # An expert that no token of the batch chose has none, rightly.
         without = [
             name
             for name, parameter in model.named_parameters()
-            if parameter.requires_grad and parameter.grad is None and "expert" not in name
+            if parameter.requires_grad
+            and parameter.grad is None
+            and name not in self._reached
+            and "expert" not in name
         ]
         if without:
             raise JobFailedError(

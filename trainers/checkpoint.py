@@ -16,11 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, Trainer
+from transformers.trainer import SCHEDULER_NAME
 
 from blueprints.digests import hash_file
+from trainers import sharding
 from trainers.diagnose import TrainingDivergedError
 
 SEAL = "complete.json"
@@ -122,17 +125,58 @@ class ResumableTrainer(Trainer):
         if step % self.log_every == 0 or step >= self.state.max_steps:
             super().log(self.losses.merged(), start_time)
 
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        sharding.fsdp_everywhere(self)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        sharding.wrapped(self)
+        return prepared
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         target = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         if self.args.should_save:
             discard(target)
         self.accelerator.wait_for_everyone()
-        super()._save_checkpoint(model, trial)
-        self.accelerator.wait_for_everyone()
+        try:
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                seal(target, self.state.global_step, self.resumable_state())
+        except OSError:
+            if self.args.should_save:
+                discard(target)  # of a full disk, this much is free again
+            raise
         if self.args.should_save:
-            seal(target, self.state.global_step, self.resumable_state())
             rotate(target.parent, self.keep)
         self.accelerator.wait_for_everyone()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Of a sharded model nothing: its checkpoints hold each rank's part, the artifact is saved by `Run.finish`."""
+        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            super().save_model(output_dir, _internal_call)
+        elif self.args.should_save and output_dir is not None:
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.is_fsdp_enabled:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        sharding.save_shards(self, Path(output_dir))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not self.is_fsdp_enabled:  # its weights come with the optimizer
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if not self.is_fsdp_enabled:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        elif checkpoint is not None:
+            sharding.load_shards(self, Path(checkpoint))
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
 
     def resumable_state(self) -> dict[str, Any]:
         """What a resumed run needs beyond Transformers' own state."""

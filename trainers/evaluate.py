@@ -78,6 +78,7 @@ def answers(
     batch_size: int,
     max_new_tokens: int,
     bf16: bool,
+    synced: bool = False,
     tick: Callable[[int], None],
 ) -> list[str]:
     """Greedy answers to `prompts`, in their order.
@@ -86,6 +87,7 @@ def answers(
 
     Args:
         stops: tokens that end an answer, beside the model's and the tokenizer's own.
+        synced: all ranks answer at once, and none stops before the last has ended (the model is sharded).
         tick: called with the number of prompts answered so far.
     """
     device = next(model.parameters()).device
@@ -102,7 +104,12 @@ def answers(
             ids[line, width - len(prompts[index]) :] = torch.tensor(prompts[index])
             mask[line, width - len(prompts[index]) :] = 1
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
-            out = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=config)
+            out = model.generate(
+                input_ids=ids.to(device),
+                attention_mask=mask.to(device),
+                generation_config=config,
+                synced_gpus=synced,
+            )
         for index, text in zip(chosen, tokenizer.batch_decode(out[:, width:], skip_special_tokens=True), strict=True):
             found[index] = text.strip()
         tick(start + len(chosen))
@@ -128,17 +135,21 @@ def _greedy(model: nn.Module, tokenizer: PreTrainedTokenizerBase, stops: set[int
 def shared_answers(
     world: World, asked: Sequence[Question], answer: Callable[[list[list[int]]], list[str]]
 ) -> list[str]:
-    """Every rank answers its share of the questions; all get all answers, in order."""
-    mine = [question.ids for question in asked[world.rank :: world.size]]
-    given = answer(mine) if mine else []
+    """Every rank answers its share of the questions; all get all answers, in order.
+
+    All shares are equally long, the last ones by repeating a question: with a sharded model, every rank must call it
+    as often as the others.
+    """
     if world.size == 1:
-        return given
+        return answer([question.ids for question in asked])
+    each = -(-len(asked) // world.size)
+    mine = [asked[(world.rank + turn * world.size) % len(asked)].ids for turn in range(each)]
     shares: list[list[str]] = [[] for _ in range(world.size)]
-    torch.distributed.all_gather_object(shares, given)
-    found = [""] * len(asked)
+    torch.distributed.all_gather_object(shares, answer(mine))
+    found = [""] * (each * world.size)
     for rank, share in enumerate(shares):
         found[rank :: world.size] = share
-    return found
+    return found[: len(asked)]
 
 
 def scores(recipe: Recipe, given: Sequence[str], asked: Sequence[Question]) -> dict[str, float]:

@@ -15,6 +15,7 @@ from blueprints.measures import label
 from trainers import evaluate
 from trainers.checkpoint import ResumableTrainer, write_json, write_text
 from trainers.evaluate import Question
+from trainers.sharding import synced
 from trainers.process import STOP, say, world
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class Measures:
                 stops=self.stops,
                 batch_size=recipe.training.per_device_eval_batch_size,
                 max_new_tokens=recipe.eval.max_new_tokens,
+                synced=synced(self.run.strategy),
                 bf16=self.trainer.args.bf16,
                 tick=lambda done: self.run.progress.update("evaluate", done, len(prompts), unit="rows"),
             )
@@ -119,19 +121,20 @@ def without_router_logits(model: Any) -> Iterator[None]:
 
 
 class BeforeStepOne(TrainerCallback):
-    """The measures from before training, taken once the model stands as it is trained.
+    """The effective settings and the measures from before training, taken once the model stands as it is trained.
 
     Not earlier: a model that Transformers has evaluated is never wrapped for data parallelism afterwards, and each
     process would train for itself.
     """
 
-    def __init__(self, run: Run, trainer: ResumableTrainer, measures: Measures) -> None:
-        self.run, self.trainer, self.measures = run, trainer, measures
+    def __init__(self, run: Run, trainer: ResumableTrainer, measures: Measures, settings: Callable[[], None]) -> None:
+        self.run, self.trainer, self.measures, self.settings = run, trainer, measures, settings
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Transformers' event: all is prepared and loaded, no step is done."""
         # Whether it is measured or was measured by an earlier start, training must meet the same random numbers.
         with torch.random.fork_rng():
+            self.settings()
             self.measures.take("before")
         self.run.reports.begin(state.global_step, self.trainer.tokens_seen)
         self.trainer.begin_clock()

@@ -231,3 +231,14 @@ def quantization(recipe: Recipe, device: torch.device) -> BitsAndBytesConfig:
 
 def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def elements(parameter: torch.nn.Parameter) -> int:
+    """Elements of a parameter as a whole: DeepSpeed ZeRO-3 leaves 0 of it where it is not needed at the moment."""
+    return int(vars(parameter).get("ds_numel", parameter.numel()))
+
+
+def vocabulary(model: PreTrainedModel) -> int:
+    """Rows of the model's embedding: token ids it can take."""
+    weight = model.get_input_embeddings().weight
+    return int(vars(weight).get("ds_shape", weight.shape)[0])

@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from blueprints.errors import UsageError
 from blueprints.recipe.schema import LoraConfig
+from trainers.model import elements
 
 LAYER_NUMBER = re.compile(r".*?\.[^.]*\.(\d+)\.")
 """PEFT's rule for the index of the layer a module belongs to: the first numbered part of its name."""
@@ -225,7 +226,7 @@ def expected_trainable(model: PeftModel, lora: LoraConfig) -> int:
     for name, module in base.named_modules():
         if lora.modules_to_save and _matches(lora.modules_to_save, name) and not isinstance(module, BaseTunerLayer):
             whole = model.base_model.get_submodule(f"model.{name}.original_module")
-            total += sum(parameter.numel() for parameter in whole.parameters())
+            total += sum(map(elements, whole.parameters()))
     return total + _trained_biases(base, layers, lora)
 
 
@@ -247,5 +248,5 @@ def _trained_biases(base: nn.Module, layers: dict[str, LoraLayer], lora: LoraCon
         if not name.endswith("bias") or "lora_" in name:
             continue
         adapted = any(name.startswith(f"{layer}.") for layer in layers)
-        total += parameter.numel() if lora.bias == "all" or adapted else 0
+        total += elements(parameter) if lora.bias == "all" or adapted else 0
     return total

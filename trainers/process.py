@@ -24,13 +24,14 @@ LAUNCH_PID = "BLUEPRINTS_LAUNCH_PID"
 
 @dataclass(frozen=True)
 class World:
-    """Where this process stands: what torchrun put into its environment; alone without torchrun."""
+    """Where this process stands: what torchrun or mpirun put into its environment; alone without either."""
 
     rank: int
     size: int
     local_rank: int
     local_size: int
-    by_torchrun: bool
+    launched: bool
+    """Whether a launcher (torchrun, mpirun) has started it, be it as the only one."""
 
     @property
     def main(self) -> bool:
@@ -39,14 +40,14 @@ class World:
 
 
 def world() -> World:
-    """Read the world from torchrun's variables."""
+    """Read the world from torchrun's variables; `adopt_mpi` has made them of mpirun's."""
     env = os.environ
     return World(
         rank=int(env.get("RANK", "0")),
         size=int(env.get("WORLD_SIZE", "1")),
         local_rank=int(env.get("LOCAL_RANK", "0")),
         local_size=int(env.get("LOCAL_WORLD_SIZE", "1")),
-        by_torchrun="LOCAL_RANK" in env,
+        launched="LOCAL_RANK" in env,
     )
 
 
@@ -139,7 +140,7 @@ def register() -> None:
         (directory / f"rank-{world().rank}.pid").write_text(str(os.getpid()))
         if (directory / "stop").exists():
             raise SystemExit(int(ExitCode.TERMINATED))
-    if world().by_torchrun:
+    if world().launched:
         threading.Thread(target=_die_with_parents, args=(os.getppid(),), daemon=True).start()
 
 
@@ -167,3 +168,9 @@ def leave_exit_code(code: int) -> None:
         temporary = target.with_suffix(".tmp")
         temporary.write_text(f"{code} {time.time():.6f}")
         temporary.replace(target)
+
+
+def hide_gpus() -> None:
+    """Train on CPU, whatever the machine has: fully_shard and DeepSpeed take a GPU that they see."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["DS_ACCELERATOR"] = "cpu"

@@ -64,9 +64,19 @@ def tensor_hash(tensor: torch.Tensor) -> str:
     return hashlib.sha256(values.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def hashes(model: nn.Module) -> dict[str, str]:
-    """sha256 of every tensor the artifact must hold: the adapter's, or all of the model's."""
-    tensors = get_peft_model_state_dict(model) if isinstance(model, PeftModel) else dict(model.named_parameters())
+def hashes(model: nn.Module, state: Mapping[str, torch.Tensor] | None = None) -> dict[str, str]:
+    """sha256 of every tensor the artifact must hold: the adapter's, or all of the model's.
+
+    Args:
+        state: the weights by name, of a sharded model; None: the model holds them.
+    """
+    tensors: dict[str, torch.Tensor]
+    if isinstance(model, PeftModel):
+        tensors = get_peft_model_state_dict(model, state_dict=None if state is None else dict(state))
+    elif state is None:
+        tensors = dict(model.named_parameters())
+    else:
+        tensors = {name: state[name] for name, _ in model.named_parameters()}
     return {name: tensor_hash(tensor) for name, tensor in tensors.items()}
 
 
@@ -84,21 +94,35 @@ def last_logits(model: nn.Module, rows: Sequence[Sequence[int]], positions: int,
     return found
 
 
-def expect(model: nn.Module, rows: Sequence[Sequence[int]], output: Path, what: Expectation) -> Path:
+def expect(
+    model: nn.Module,
+    rows: Sequence[Sequence[int]],
+    output: Path,
+    what: Expectation,
+    state: Mapping[str, torch.Tensor] | None = None,
+    *,
+    writes: bool = True,
+) -> Path:
     """Keep what the live model computes on `rows`.
+
+    Args:
+        state: the weights by name, of a sharded model, whose ranks must all call this; None: the model holds them.
+        writes: whether this process keeps it, or only takes part in the forward passes.
 
     Returns:
         the file for `trainers.prove`.
     """
     directory = output / "proof"
-    directory.mkdir(exist_ok=True)
     short = [list(row)[:ROW_TOKENS] for row in rows]
     vocabulary = int(model.config.get_text_config().vocab_size)
     positions = max(1, KEPT_LOGITS // (len(short) * vocabulary))
     logits = last_logits(model, short, positions, bool(what.load["bf16"]))
+    path = directory / f"{what.kind}.json"
+    if not writes:
+        return path
+    directory.mkdir(exist_ok=True)
     save_file({f"row-{index}": tensor for index, tensor in enumerate(logits)}, directory / f"{what.kind}.safetensors")
     spread = torch.cat([tensor.flatten() for tensor in logits]).std().item()
-    path = directory / f"{what.kind}.json"
     write_json(
         path,
         {
@@ -111,7 +135,7 @@ def expect(model: nn.Module, rows: Sequence[Sequence[int]], output: Path, what: 
             "tolerance": what.tolerance,
             "bound": what.tolerance * max(1.0, spread) if what.scaled else what.tolerance,
             # Merging makes other tensors of them: there the logits alone are compared.
-            "tensors": {} if what.kind == "merged" else hashes(model),
+            "tensors": {} if what.kind == "merged" else hashes(model, state),
         },
     )
     return path
@@ -122,17 +146,24 @@ class Proofs:
 
     Args:
         output: the workspace's `output`; `proof.json` there holds the findings.
+        writes: whether this process keeps what is to be proved (rank 0).
     """
 
-    def __init__(self, output: Path) -> None:
-        self.output = output
+    def __init__(self, output: Path, *, writes: bool = True) -> None:
+        self.output, self.writes = output, writes
         self.found: dict[str, Any] = {}
         self._waiting: list[Path] = []
         self._process: subprocess.Popen[str] | None = None
 
-    def expect(self, model: nn.Module, rows: Sequence[Sequence[int]], what: Expectation) -> None:
-        """Keep what the live model computes on `rows`, to be proved when `finish` is called."""
-        self._waiting.append(expect(model, rows, self.output, what))
+    def expect(
+        self,
+        model: nn.Module,
+        rows: Sequence[Sequence[int]],
+        what: Expectation,
+        state: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Keep what the live model computes on `rows`, to be proved when `finish` is called; see `expect`."""
+        self._waiting.append(expect(model, rows, self.output, what, state, writes=self.writes))
 
     def start(self) -> None:
         """Start the first proof now: it imports and loads while the caller does other things."""

@@ -15,6 +15,9 @@ HARMLESS = (
     r".*is_gradient_checkpointing. is deprecated.*",
     # bitsandbytes on CPU computes through PyTorch where an optional kernel is not installed.
     r".*MatMul8bitLt.*",
+    # DeepSpeed's calls of what PyTorch renames.
+    r".*_into_tensor` is deprecated.*",
+    r".*reduce_scatter_tensor` is deprecated.*",
 )
 
 
@@ -42,4 +45,7 @@ def quiet(*, main: bool) -> None:
     if not main:
         warnings.filterwarnings("ignore")
     # A faster kernel for 4-bit weights on CPU is not installed; the result is the same.
+    # torchao looks for kernels of GPUs and Pythons that are not here, and for a newer way to name a constant.
+    logging.getLogger("torchao").addFilter(_Without("Failed to load"))
+    logging.getLogger("torch.utils._pytree").addFilter(_Without("register_constant"))
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_Without("gemm_4bit_forward"))

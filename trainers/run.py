@@ -30,7 +30,7 @@ from blueprints.measures import measures as measured
 from blueprints.progress import Progress
 from blueprints.recipe import LoadedRecipe
 from blueprints.recipe.schema import Recipe
-from trainers import proof, prove, report
+from trainers import proof, prove, report, sharding
 from trainers.artifact import save_artifact
 from trainers.callbacks import FirstStepChecks, StepReports, StopOnRequest, duration
 from trainers.checkpoint import Checkpoint, ResumableTrainer, newest_valid
@@ -75,6 +75,11 @@ class Run:
     @property
     def recipe(self) -> Recipe:
         return self.loaded.recipe
+
+    @property
+    def strategy(self) -> str:
+        """How the processes share the model: alone, ddp, fsdp, zero2 or zero3."""
+        return sharding.chosen(self.recipe, self.world)
 
     @property
     def device(self) -> torch.device:
@@ -145,15 +150,16 @@ class Run:
             "report_to": list(training.report_to) or "none",
             "disable_tqdm": True,
             "dataloader_pin_memory": not on_cpu,
-            "ddp_backend": ("gloo" if on_cpu else "nccl") if self.world.by_torchrun else None,
+            "ddp_backend": ("gloo" if on_cpu else "nccl") if self.world.launched else None,
             "ddp_find_unused_parameters": False,
-        }
+            "ddp_timeout": training.ddp_timeout,
+        } | sharding.arguments(self.recipe, self.world, mixed_precision(self.recipe, self.device))
 
     def fit(
         self,
         trainer: ResumableTrainer,
         *,
-        settings: Sequence[Setting],
+        settings: Callable[[], Sequence[Setting]] | Sequence[Setting],
         masks: dict[str, Any],
         measures: Measures,
     ) -> None:
@@ -162,7 +168,8 @@ class Run:
 
         Args:
             trainer: a Transformers Trainer with `ResumableTrainer` among its bases and `self.callbacks()`.
-            settings: the method's own lines of the effective settings.
+            settings: the method's own lines of the effective settings; as a function where they need forward passes:
+                it is called on all ranks once the model is wrapped and, with FSDP and ZeRO, sharded.
             masks: the mask proof, see `trainers.mask`.
             measures: taken before step 1, and again by `finish`.
 
@@ -176,18 +183,22 @@ class Run:
         trainer.keep = self.recipe.training.save_total_limit
         self.stop.trainer = trainer
         checkpoint = resume_point(self.where.output, trainer)
-        lines = [
-            *common_settings(trainer, self.recipe),
-            *settings,
-            Setting("resumed from", "", checkpoint.path.name if checkpoint else "nothing: first start"),
-        ]
-        say("\n".join(["Effective settings", *map(str, lines), "", for_terminal(masks), ""]))
-        self.record.note(
-            effective=assert_settings(lines),
-            model={key: value for key, value in self.source.items() if key != "files"},
-            proofs=self.record.data["proofs"] | {"mask": masks},
-        )
-        trainer.add_callback(BeforeStepOne(self, trainer, measures))
+
+        def effective() -> None:
+            lines = [
+                *common_settings(trainer, self.recipe),
+                *sharding.sharding_settings(trainer, self.strategy, self.world),
+                *(settings() if callable(settings) else settings),
+                Setting("resumed from", "", checkpoint.path.name if checkpoint else "nothing: first start"),
+            ]
+            say("\n".join(["Effective settings", *map(str, lines), "", for_terminal(masks), ""]))
+            self.record.note(
+                effective=assert_settings(lines),
+                model={key: value for key, value in self.source.items() if key != "files"},
+                proofs=self.record.data["proofs"] | {"mask": masks},
+            )
+
+        trainer.add_callback(BeforeStepOne(self, trainer, measures, effective))
         trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
         self.record.measure(**training_metrics(trainer))
         if self.stop.stopped:
@@ -209,13 +220,16 @@ class Run:
         Raises:
             proof.ProofError: the saved artifact does not compute what was trained.
         """
-        proofs = proof.Proofs(self.where.output)
+        proofs = proof.Proofs(self.where.output, writes=self.world.main)
+        state = sharding.whole_state(trainer.language_model, self.strategy)  # of all ranks, like the proof's forward passes
         if self.world.main:
             artifact = save_artifact(
-                trainer.language_model, tokenizer, self.recipe, dict(self.source), self.where.output
+                trainer.language_model, tokenizer, self.recipe, dict(self.source), self.where.output, state
             )
             say(f"saved {artifact}")
-            expect_proofs(proofs, trainer, self.recipe, rows)
+        if self.world.main or sharding.synced(self.strategy):
+            expect_proofs(proofs, trainer, self.recipe, rows, state)
+        if self.world.main:
             if self.device.type == "cpu":
                 proofs.start()  # imports and loads while the evaluation runs; a GPU has no memory to spare for it
         assert self.measures is not None
@@ -252,6 +266,7 @@ def execute(method: Method, loaded: LoadedRecipe, overrides: tuple[str, ...]) ->
         say(f"this run is complete already: {where.output}/run.json. Nothing to do.")
         return 0
     with record.session():
+        sharding.open_group(recipe, here)
         device = torch.device("cpu" if recipe.resources.gpu == 0 else "cuda")
         reports = StepReports(where.output / "metrics.jsonl", progress, main=here.main)
         stop = StopOnRequest(here, device)
@@ -266,6 +281,7 @@ def execute(method: Method, loaded: LoadedRecipe, overrides: tuple[str, ...]) ->
     if here.main:
         say(outcome(record))
         progress.update("done", force=True)
+    sharding.close_group()
     return 0
 
 
@@ -375,13 +391,17 @@ def _resident_peak() -> int:
 
 
 def expect_proofs(
-    proofs: proof.Proofs, trainer: ResumableTrainer, recipe: Recipe, rows: Sequence[Sequence[int]]
+    proofs: proof.Proofs,
+    trainer: ResumableTrainer,
+    recipe: Recipe,
+    rows: Sequence[Sequence[int]],
+    state: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Keep what the live model computes on `rows`, for the artifact and, if asked for, the merged model."""
     kind = "adapter" if recipe.lora else "model"
-    proofs.expect(trainer.language_model, rows, expectation(kind, kind, trainer, recipe))
+    proofs.expect(trainer.language_model, rows, expectation(kind, kind, trainer, recipe), state)
     if recipe.lora and recipe.output.merge:
-        proofs.expect(trainer.language_model, rows, expectation("merged", "model", trainer, recipe))
+        proofs.expect(trainer.language_model, rows, expectation("merged", "model", trainer, recipe), state)
 
 
 def finish_proofs(proofs: proof.Proofs) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from blueprints.errors import EnvironmentFault, JobFailedError, UsageError
 from blueprints.recipe.schema import Recipe
+from trainers.model import elements
 from trainers.peft import adapted_layers, expected_trainable
 from trainers.process import World
 
@@ -52,28 +53,21 @@ def assert_settings(settings: list[Setting]) -> dict[str, Any]:
 
 
 def check_world(recipe: Recipe, world: World) -> None:
-    """The processes are those the recipe asks for, in a way of sharing work that this release has.
+    """The processes are those the recipe asks for.
 
     Raises:
-        UsageError: another number of processes, or a strategy that is not in this release.
+        UsageError: another number of processes.
         EnvironmentFault: fewer GPUs than asked for.
     """
     resources = recipe.resources
-    if resources.strategy not in ("auto", "ddp"):
-        raise UsageError(
-            f"resources.strategy={resources.strategy} is not in this release: it trains data-parallel (ddp) only",
-            where="resources.strategy",
-            todo="set resources.strategy=auto; for a model that does not fit one GPU use lora.quantize_base=true and "
-            "training.gradient_checkpointing=true",
-        )
     per_node = resources.num_proc_per_node or 1
     if (world.local_size, world.size) != (per_node, per_node * resources.num_nodes):
         raise UsageError(
             f"the recipe asks for {resources.num_nodes} node(s) of {per_node} process(es), "
             f"this run has {world.size} process(es), {world.local_size} on this node",
             where="resources",
-            todo=f"start it with torchrun --nnodes={resources.num_nodes} --nproc-per-node={per_node}, "
-            "or set resources.num_nodes and resources.num_proc_per_node",
+            todo=f"start it with torchrun --nnodes={resources.num_nodes} --nproc-per-node={per_node} "
+            f"(mpirun -n {per_node * resources.num_nodes}), or set resources.num_nodes and resources.num_proc_per_node",
         )
     if resources.gpu:
         _check_gpus(resources.gpu, per_node)
@@ -98,12 +92,12 @@ def _check_gpus(asked: int, processes: int) -> None:
 def model_settings(model: nn.Module, recipe: Recipe, device: torch.device, bf16: bool) -> list[Setting]:
     """Settings of the model as it is about to be trained."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    count = sum(parameter.numel() for parameter in trainable)
+    count = sum(map(elements, trainable))
     if recipe.lora:
         assert isinstance(model, PeftModel)
         expected = expected_trainable(model, recipe.lora)
     else:
-        expected = sum(parameter.numel() for parameter in model.parameters())
+        expected = sum(map(elements, model.parameters()))
     total = sum(_elements(parameter) for parameter in model.parameters())
     kernel = str(model.config._attn_implementation)
     asked = recipe.model.attn_implementation
@@ -152,7 +146,7 @@ def _compute(model: nn.Module) -> str:
 
 def _elements(parameter: nn.Parameter) -> int:
     # Two 4-bit weights share a byte.
-    return parameter.numel() * (2 if _is_4bit(parameter) else 1)
+    return elements(parameter) * (2 if _is_4bit(parameter) else 1)
 
 
 def _type_name(parameter: nn.Parameter) -> str:

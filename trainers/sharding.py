@@ -7,9 +7,6 @@ is measured once the model is wrapped (`sharding_settings`): a strategy that sil
 from __future__ import annotations
 
 import importlib.util
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 
 from blueprints.errors import EnvironmentFault
 from blueprints.recipe.schema import Recipe
@@ -45,10 +42,10 @@ GROUP_TIMEOUT = 3
 
 
 def chosen(recipe: Recipe, world: World) -> str:
-    """The strategy in effect: `resources.strategy`, where `auto` is ddp for several processes and alone for one."""
-    if recipe.resources.strategy != "auto":
+    """The strategy in effect: `resources.strategy`, where `auto` is ddp; alone for one process without a launcher."""
+    if recipe.resources.strategy in ZERO_STAGES or recipe.resources.strategy == "fsdp":
         return recipe.resources.strategy
-    return "ddp" if world.size > 1 else "alone"
+    return "ddp" if world.launched else "alone"
 
 
 def open_group(recipe: Recipe, world: World) -> None:
@@ -67,9 +64,6 @@ def open_group(recipe: Recipe, world: World) -> None:
         )
     if not world.launched:
         return
-    if on_cpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fully_shard and DeepSpeed would take a GPU that is there
-        os.environ["DS_ACCELERATOR"] = "cpu"
     device = None if on_cpu else torch.device("cuda", world.local_rank)
     if device is not None:
         torch.cuda.set_device(device)
@@ -78,6 +72,17 @@ def open_group(recipe: Recipe, world: World) -> None:
         timeout=timedelta(seconds=GROUP_TIMEOUT * recipe.training.ddp_timeout),
         device_id=device,
     )
+    if strategy in ZERO_STAGES:
+        _open_deepspeed("gloo" if on_cpu else "nccl")
+
+
+def _open_deepspeed(backend: str) -> None:
+    """Make DeepSpeed use the group that is there; ZeRO-3 partitions weights while they are loaded."""
+    import deepspeed
+
+    # On CPU it would compile an all-reduce over shared memory first: minutes and a compiler for nothing used here.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.comm.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
 
 
 def close_group() -> None:
@@ -128,29 +133,33 @@ def deepspeed_config(recipe: Recipe, world: World, stage: int, *, bf16: bool) ->
 
 
 def fsdp_everywhere(trainer: Trainer) -> None:
-    """Make Accelerate shard on CPU as well.
+    """Make Accelerate shard on CPU as well, and compute as without sharding.
 
     Accelerate takes a request for FSDP on accelerators alone; on CPU it would train with DDP and say nothing. Its code
     for FSDP2 works on any device.
     """
     state = trainer.accelerator.state
-    if trainer.args.fsdp_plugin_args is None or state.distributed_type == DistributedType.FSDP:
+    if trainer.args.fsdp_plugin_args is None:
         return
-    plugin = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)
+    if state.distributed_type != DistributedType.FSDP:
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)
+        state.distributed_type = DistributedType.FSDP
+        trainer.is_fsdp_enabled = True
+    # Norms and residuals in bfloat16 would make another model of it than autocast does on one process.
+    state.fsdp_plugin.mixed_precision_policy = None
+
+
+def wrapped(trainer: Trainer) -> None:
+    """What is missing to a model that Accelerate has sharded: mixed precision, and that generation makes as many
+    forward passes on every rank."""
+    if not trainer.is_fsdp_enabled:
+        return
+    model = trainer.model
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            part._is_fsdp_managed_module = True  # as Transformers marks models it has sharded itself
     if trainer.args.bf16:
-        plugin.set_mixed_precision("bf16")
-    state.distributed_type = DistributedType.FSDP
-    state.fsdp_plugin = plugin
-    trainer.is_fsdp_enabled = True
-
-
-def prepare(trainer: Trainer, strategy: str) -> None:
-    """Once the model is wrapped: generation must make as many forward passes on every rank."""
-    if strategy == "fsdp":
-        model = trainer.model
-        base = model.get_base_model() if isinstance(model, PeftModel) else model
-        # What Transformers sets on models it has sharded itself; Accelerate does not.
-        base._is_fsdp_managed_module = True
+        model.forward = torch.autocast(trainer.args.device.type, dtype=torch.bfloat16)(model.forward)
 
 
 def synced(strategy: str) -> bool:
@@ -231,7 +240,7 @@ def _shares(trainer: Trainer, seen: str) -> Shares | None:
     return None
 
 
-def whole_state(trainer: Trainer, strategy: str) -> dict[str, torch.Tensor] | None:
+def whole_state(model: nn.Module, strategy: str) -> dict[str, torch.Tensor] | None:
     """The trained weights of a sharded model, whole, on the CPU of rank 0; of an adapter the adapter's alone.
 
     To be called on all ranks.
@@ -239,12 +248,12 @@ def whole_state(trainer: Trainer, strategy: str) -> dict[str, torch.Tensor] | No
     Returns:
         weights by name on rank 0, empty elsewhere; None where every rank holds the whole model anyway.
     """
-    adapter = isinstance(trainer.model, PeftModel)
+    adapter = isinstance(model, PeftModel)
     if strategy == "fsdp":
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapter)
-        return get_model_state_dict(trainer.model, options=options)
+        return get_model_state_dict(model, options=options)
     if strategy == "zero3":
-        return _gathered(trainer.model, adapter)
+        return _gathered(model, adapter)
     return None
 
 

@@ -297,6 +297,22 @@ def _processes(at: Checked) -> Iterator[Fault]:
         )
 
 
+def _sharded_optimizer(at: Checked) -> Iterator[Fault]:
+    strategy, optim = at.recipe.resources.strategy, at.recipe.training.optim
+    reasons = {
+        "adafactor": "keeps statistics of whole rows and columns",
+        "adamw_bnb_8bit": "quantises its state in blocks of whole weights",
+        "paged_adamw_8bit": "quantises its state in blocks of whole weights",
+    }
+    if strategy in SHARDED and optim in reasons:
+        yield at.fault(
+            "training.optim",
+            f"`{optim}` {reasons[optim]}, and `resources.strategy: {strategy}` leaves each process a part of them",
+            f"adamw_torch, adamw_torch_fused or sgd with {strategy}",
+            "Each process keeps only its part of the optimizer's state anyway; or set `resources.strategy: ddp`.",
+        )
+
+
 def _needs_gpu(at: Checked) -> Iterator[Fault]:
     if at.recipe.resources.gpu:
         return
@@ -474,6 +490,7 @@ RULES: tuple[Rule, ...] = (
     _patterns,
     _half_precision,
     _processes,
+    _sharded_optimizer,
     _needs_gpu,
     _schedule,
     _held_out_rows,

@@ -274,6 +274,10 @@ class TrainingConfig(Block):
     """Optimizer steps between checkpoints. A killed job repeats at most this many."""
     save_total_limit: PositiveInt = 2
     """Checkpoints to keep."""
+    ddp_timeout: PositiveInt = 600
+    """Seconds without progress after which a run of several processes ends and names the one that the others wait for.
+    A process that has gone or does not answer at all is named sooner. Raise it where a single forward pass, reward or
+    generation takes that long."""
     report_to: list[Literal["trackio", "tensorboard", "wandb", "mlflow"]] = Field(default_factory=list)
     """Trackers to report to, by name. One that is not installed stops the run."""
 
@@ -477,7 +481,9 @@ class ResourcesConfig(Block):
     memory: Quantity | None = None
     """Memory per node, as a Kubernetes quantity (`64Gi`). Default: the runtime's."""
     strategy: Literal["auto", "ddp", "fsdp", "zero2", "zero3"] = "auto"
-    """How several processes share the work. `auto`: one process trains alone, more use DDP."""
+    """How several processes share the work. `ddp`: each holds the whole model. `fsdp`: PyTorch's fully_shard, each holds a
+    part of weights, gradients and optimizer state. `zero2`, `zero3`: DeepSpeed, which shares gradients and optimizer
+    state, with `zero3` the weights too; needs `pip install 'llm-blueprints[deepspeed]'`. `auto`: ddp."""
 
 
 class RuntimeConfig(Block):
