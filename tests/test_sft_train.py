@@ -118,7 +118,6 @@ def test_a_hub_model_stays_the_adapters_base(tmp_path: Path, monkeypatch: pytest
         (["lora.modules_to_save=[norm]"], 2, ["input_layernorm", "model.norm"]),
         (["lora.modules_to_save=[rotary_emb]"], 2, ["no weights"]),
         (["lora.bias=all"], 2, ["the model has no biases"]),
-        (["resources.num_proc_per_node=2", "resources.strategy=zero3"], 2, ["zero3", "not in this release"]),
         (["resources.num_proc_per_node=2"], 2, ["2 process(es)", "1 process(es)"]),
         (["resources.gpu=1"], 5, ["asks for 1 GPU(s)", "resources.gpu=0"]),
         (["training.max_length=32"], 3, ["max_length=64"]),

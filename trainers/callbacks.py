@@ -217,10 +217,7 @@ class FirstStepChecks(TrainerCallback):
         without = [
             name
             for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-            and parameter.grad is None
-            and name not in self._reached
-            and "expert" not in name
+            if parameter.requires_grad and parameter.grad is None and name not in self._reached and "expert" not in name
         ]
         if without:
             raise JobFailedError(

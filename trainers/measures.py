@@ -15,8 +15,8 @@ from blueprints.measures import label
 from trainers import evaluate
 from trainers.checkpoint import ResumableTrainer, write_json, write_text
 from trainers.evaluate import Question
-from trainers.sharding import synced
 from trainers.process import STOP, say, world
+from trainers.sharding import synced
 
 if TYPE_CHECKING:
     from trainers.run import Run

@@ -221,7 +221,9 @@ class Run:
             proof.ProofError: the saved artifact does not compute what was trained.
         """
         proofs = proof.Proofs(self.where.output, writes=self.world.main)
-        state = sharding.whole_state(trainer.language_model, self.strategy)  # of all ranks, like the proof's forward passes
+        state = sharding.whole_state(
+            trainer.language_model, self.strategy
+        )  # of all ranks, like the proof's forward passes
         if self.world.main:
             artifact = save_artifact(
                 trainer.language_model, tokenizer, self.recipe, dict(self.source), self.where.output, state
@@ -229,9 +231,8 @@ class Run:
             say(f"saved {artifact}")
         if self.world.main or sharding.synced(self.strategy):
             expect_proofs(proofs, trainer, self.recipe, rows, state)
-        if self.world.main:
-            if self.device.type == "cpu":
-                proofs.start()  # imports and loads while the evaluation runs; a GPU has no memory to spare for it
+        if self.world.main and self.device.type == "cpu":
+            proofs.start()  # imports and loads while the evaluation runs; a GPU has no memory to spare for it
         assert self.measures is not None
         self.measures.take("after")
         self.record.measure(**self.measures.summary())

@@ -34,7 +34,11 @@ STARTUP = 3
 """Until the first step is done, this many `training.ddp_timeout` may pass: models are loaded, kernels compiled."""
 VERDICT = "verdict"
 LIBRARIES = ("site-packages", "dist-packages", f"{os.sep}lib{os.sep}python")
-COLLECTIVE = (f"torch{os.sep}distributed{os.sep}", f"deepspeed{os.sep}comm{os.sep}", f"deepspeed{os.sep}runtime{os.sep}")
+COLLECTIVE = (
+    f"torch{os.sep}distributed{os.sep}",
+    f"deepspeed{os.sep}comm{os.sep}",
+    f"deepspeed{os.sep}runtime{os.sep}",
+)
 
 
 @dataclass
@@ -131,7 +135,9 @@ class Watch:
         return "has gone: it was killed, or its node is gone"
 
     def _run(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the store closes when the run does; a lost peer is found by the others
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the store closes when the run does; a lost peer is found by the others
             while not self._closed.wait(min(PERIOD, self._limit / 10)):
                 self._say()
                 if self._store.check([VERDICT]):
