@@ -90,6 +90,7 @@ def run(step: Callable[[Sequence[str]], int] = main) -> int:
 
     code = int(ExitCode.BUG)
     try:
+        process.adopt_mpi()
         process.register()
         code = step(sys.argv[1:])
     except SystemExit as ended:

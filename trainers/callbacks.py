@@ -19,6 +19,7 @@ from blueprints.errors import JobFailedError
 from blueprints.progress import Progress
 from trainers.checkpoint import write_text
 from trainers.process import STOP, World
+from trainers.watch import WATCH
 
 BAR = 24
 """Characters of the bar at a terminal."""
@@ -135,6 +136,30 @@ class StopOnRequest(TrainerCallback):
             # It would report 100 % at the end of the loop: of a job that was stopped.
             self.trainer.remove_callback(KubeflowCallback)
         return control
+
+
+class SignsOfLife(TrainerCallback):
+    """Tells the watch over the processes that this one comes on."""
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Transformers' event: a step begins."""
+        WATCH.tick()
+
+    def on_substep_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Transformers' event: a micro-step is done."""
+        WATCH.tick()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Transformers' event: a step is done."""
+        WATCH.tick(state.global_step)
+
+    def on_prediction_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Transformers' event: a batch is evaluated."""
+        WATCH.tick()
+
+    def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Transformers' event: a checkpoint is sealed."""
+        WATCH.tick()
 
 
 class FirstStepChecks(TrainerCallback):

@@ -51,6 +51,9 @@ def report(error: BaseException) -> int:
         traceback.print_exception(error)
     print(text, file=sys.stderr, flush=True)
     write_termination(found)
+    watch = sys.modules.get("trainers.watch")
+    if watch is not None and not isinstance(found, LostPeerError):
+        watch.WATCH.fail(found)
     return int(found.exit_code)
 
 
@@ -124,17 +127,24 @@ def _lost_peer(error: BaseException) -> BlueprintError | None:
     if torch is None or not torch.distributed.is_available():
         return None
     if isinstance(error, torch.distributed.DistError):
-        return EnvironmentFault(
-            f"the connection between the training processes broke: {_short(error)}",
-            todo="look for the first error among the other ranks; run the same command again to go on",
-        )
+        return LostPeerError(str(error))
     gloo = isinstance(error, RuntimeError) and ("gloo" in str(error) or "Connection reset by peer" in str(error))
     if gloo and world().size > 1:
-        return EnvironmentFault(
-            f"another training process went away: {_short(error)}",
-            todo="look for the first error among the other ranks; run the same command again to go on",
-        )
+        return LostPeerError(str(error))
     return None
+
+
+class LostPeerError(EnvironmentFault):
+    """Another training process has gone; named where the watch can tell. A consequence, never the first cause."""
+
+    def __init__(self, said: str) -> None:
+        from trainers.watch import WATCH
+
+        found = WATCH.lost()
+        super().__init__(
+            found or f"another training process went away: {' '.join(said.split())[:300]}",
+            todo="look at that process's own log for the cause; the same command goes on from the last checkpoint",
+        )
 
 
 def _short(error: BaseException, limit: int = 600) -> str:

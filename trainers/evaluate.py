@@ -12,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from blueprints.recipe.schema import Recipe
 from trainers.process import World
+from trainers.watch import WATCH
 
 TEXT_PROMPT = 32
 """Tokens of a plain text that are given as prompt, at most half of it."""
@@ -112,6 +113,7 @@ def answers(
             )
         for index, text in zip(chosen, tokenizer.batch_decode(out[:, width:], skip_special_tokens=True), strict=True):
             found[index] = text.strip()
+        WATCH.tick()
         tick(start + len(chosen))
     return found
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +31,10 @@ KEPT_LINES = 60
 """Lines of torchrun's own output that are shown when it fails by itself."""
 DRAIN_SECONDS = 5.0
 """Patience with torchrun's output after it has ended."""
-KILLED = re.compile(r"exitcode\s*:\s*-(\d+)\s*\(pid: (\d+)\)")
+STRAGGLE_SECONDS = 10.0
+"""What the others get to end by themselves after one has failed; torchrun would give them 30 seconds more."""
+KILLED = re.compile(r"host\s*:\s*(\S+).*?rank\s*:\s*(\d+).*?exitcode\s*:\s*-(\d+)\s*\(pid: (\d+)\)", re.DOTALL)
+"""An entry of torchrun's table of failures: host, rank, signal and process id of a training process killed by one."""
 NO_START = re.compile(
     r"EADDRINUSE|[Aa]ddress already in use|rendezvous|Rendezvous|DistNetworkError|DistStoreError|timed out"
 )
@@ -101,16 +105,61 @@ class Launcher:
         Returns:
             the exit code for the container.
         """
-        code = self.torchrun.wait()
+        code: int | None = None
+        while code is None:
+            try:
+                code = self.torchrun.wait(1)
+            except subprocess.TimeoutExpired:
+                self._end_stragglers()
         self._reader.join(DRAIN_SECONDS)
         failed = self._failures()
         if code == 0 and not failed:
             return int(ExitCode.DONE)
+        killed = None if self.stopping else self._killed()
+        if killed:
+            return self._report_killed(killed)
         if failed:
             return failed[0][1]
         if self.stopping:
             return int(ExitCode.TERMINATED)
         return self._unexplained(code)
+
+    def _end_stragglers(self) -> None:
+        """Kill what still waits for a process that has failed: a collective on a GPU does not notice by itself."""
+        ended = [
+            path.stat().st_mtime for path in self.directory.glob("rank-*.exit") if not path.read_text().startswith("0 ")
+        ]
+        if self.stopping or not ended or time.time() - min(ended) < STRAGGLE_SECONDS:
+            return
+        for path in self.directory.glob("rank-*.pid"):
+            text = path.read_text()
+            # One that was started after the failure is torchrun's new attempt.
+            if text and not path.with_suffix(".exit").exists() and path.stat().st_mtime < min(ended):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(text), signal.SIGKILL)
+
+    def _killed(self) -> re.Match[str] | None:
+        """The first training process that a signal has ended, other than torchrun's own SIGTERM or ours to stragglers."""
+        ended = {path.stem for path in self.directory.glob("rank-*.exit")}
+        table = re.split(r"^\[\d+\]:", "\n".join(self._lines), flags=re.MULTILINE)
+        found = [entry for entry in map(KILLED.search, table) if entry]
+        entries = [entry for entry in found if int(entry[3]) != signal.SIGTERM]
+        last = [entry for entry in entries if f"rank-{entry[2]}" not in ended]
+        return last[-1] if last else None  # torchrun lists the first failure last, as the root cause
+
+    def _report_killed(self, killed: re.Match[str]) -> int:
+        host, rank, number, pid = killed[1], killed[2], int(killed[3]), killed[4]
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        memory = "; SIGKILL usually means that the machine's or the container's memory was used up"
+        error = JobFailedError(
+            f"a training process was killed by {name}{memory if number == signal.SIGKILL else ''}",
+            where=f"rank {rank}, pid {pid}, node {host}",
+            todo="give it more memory or lower training.per_device_train_batch_size; the same command goes on from "
+            "the last checkpoint",
+        )
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        write_termination(error)
+        return 128 + number  # the shell's convention; unlike a failed training, it may succeed when run again
 
     def _failures(self) -> list[tuple[float, int]]:
         """Time and code of every training process that ended with another code than 0, in order of time.
@@ -125,43 +174,29 @@ class Launcher:
         return sorted(found, key=lambda entry: (entry[1] == ExitCode.TERMINATED and not self.stopping, entry[0]))
 
     def _unexplained(self, code: int) -> int:
-        """No training process has said why: it was killed, it crashed, or torchrun did not get to start one."""
+        """No training process has said why: it crashed, or torchrun did not get to start one."""
         said = "\n".join(self._lines)
-        killed = KILLED.search(said)
         error: BlueprintError
-        exit_code: int | None = None
-        if killed:
-            number = int(killed[1])
-            exit_code = 128 + number  # the shell's convention; unlike a failed training, it may succeed when run again
-            name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-            memory = "; SIGKILL usually means that the machine's or the container's memory was used up"
+        started = any(self.directory.glob("rank-*.pid"))
+        known = NO_START.search(said) is not None
+        if not known:
+            print(said, file=sys.stderr)
+        if started and not known:
             error = JobFailedError(
-                f"a training process was killed by {name}{memory if number == signal.SIGKILL else ''}",
-                where=f"pid {killed[2]}",
-                todo="give it more memory or lower training.per_device_train_batch_size; the same command goes on from "
-                "the last checkpoint",
+                f"the training processes ended without saying why (torchrun: exit code {code})",
+                todo="see the lines above; the same command goes on from the last checkpoint",
             )
         else:
-            started = any(self.directory.glob("rank-*.pid"))
-            known = NO_START.search(said) is not None
-            if not known:
-                print(said, file=sys.stderr)
-            if started and not known:
-                error = JobFailedError(
-                    f"the training processes ended without saying why (torchrun: exit code {code})",
-                    todo="see the lines above; the same command goes on from the last checkpoint",
-                )
-            else:
-                error = EnvironmentFault(
-                    f"torchrun could not start the training processes (exit code {code}): {_cause(self._lines)}",
-                    where=f"{os.environ.get('PET_MASTER_ADDR', '')}:{os.environ.get('PET_MASTER_PORT', '')}".strip(":"),
-                    todo="is the port free, and can all nodes reach the first one?"
-                    if known
-                    else "see the lines above: did Python find torch and trainers?",
-                )
+            error = EnvironmentFault(
+                f"torchrun could not start the training processes (exit code {code}): {_cause(self._lines)}",
+                where=f"{os.environ.get('PET_MASTER_ADDR', '')}:{os.environ.get('PET_MASTER_PORT', '')}".strip(":"),
+                todo="is the port free, and can all nodes reach the first one?"
+                if known
+                else "see the lines above: did Python find torch and trainers?",
+            )
         print(f"error: {error}", file=sys.stderr, flush=True)
         write_termination(error)
-        return int(error.exit_code) if exit_code is None else exit_code
+        return int(error.exit_code)
 
 
 def literal(command: Sequence[str]) -> list[str]:
@@ -170,6 +205,8 @@ def literal(command: Sequence[str]) -> list[str]:
     torchrun reads them as templates: it would replace `$local_rank` and make `$` of `$$`.
     """
     words = list(command)
+    if not Path(words[0]).name.startswith("torchrun"):
+        return words  # mpirun hands them on as they are
     start = words.index("-m") + 2 if "-m" in words else len(words)
     return words[:start] + [word.replace("$", "$$") for word in words[start:]]
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from blueprints.errors import ExitCode
+from blueprints.errors import EnvironmentFault, ExitCode
 
 LAUNCH_DIR = "BLUEPRINTS_LAUNCH_DIR"
 """Private directory in which `trainers.launch` and the training processes find each other."""
@@ -137,6 +139,7 @@ def register() -> None:
     if where:
         os.dup2(sys.stdout.fileno(), sys.stderr.fileno())  # torchrun's own stderr is the launcher's to read
         directory = Path(where)
+        (directory / f"rank-{world().rank}.exit").unlink(missing_ok=True)  # of this rank before torchrun restarted it
         (directory / f"rank-{world().rank}.pid").write_text(str(os.getpid()))
         if (directory / "stop").exists():
             raise SystemExit(int(ExitCode.TERMINATED))
@@ -168,6 +171,76 @@ def leave_exit_code(code: int) -> None:
         temporary = target.with_suffix(".tmp")
         temporary.write_text(f"{code} {time.time():.6f}")
         temporary.replace(target)
+
+
+MPI = {
+    "RANK": "OMPI_COMM_WORLD_RANK",
+    "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+    "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
+    "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
+}
+"""Where Open MPI says what torchrun says by other names."""
+MPI_PATIENCE = 300.0
+"""Seconds the other ranks give rank 0 to say where it can be met: nodes do not all start at once."""
+
+
+def adopt_mpi() -> None:
+    """Under mpirun: say in torchrun's variables what Open MPI says in its own; torchrun's go first.
+
+    The address where all meet is the environment's `MASTER_ADDR` and `MASTER_PORT` (29500 where only the address is
+    given). Without them rank 0 chooses a free port and leaves it in the workspace, which all nodes share.
+
+    Raises:
+        EnvironmentFault: rank 0 has left no address there in time.
+    """
+    env = os.environ
+    if "RANK" in env or MPI["RANK"] not in env:
+        return
+    for ours, theirs in MPI.items():
+        env[ours] = env[theirs]
+    if "MASTER_ADDR" in env:
+        env.setdefault("MASTER_PORT", "29500")
+        return
+    job = re.sub(r"\W+", "-", env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or "job")
+    path = workspace().root / f".mpi-{job}"
+    env["MASTER_ADDR"], env["MASTER_PORT"] = _offer(path) if world().main else _meet(path)
+
+
+def _offer(path: Path) -> tuple[str, str]:
+    """Rank 0: a free port of this machine, written where the others look."""
+    alone = world().local_size == world().size
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1" if alone else "", 0))
+        port = str(probe.getsockname()[1])
+    host = "127.0.0.1" if alone else socket.gethostname()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(f"{host} {port}")
+    temporary.replace(path)
+    return host, port
+
+
+def _meet(path: Path) -> tuple[str, str]:
+    """The other ranks: what rank 0 has written since this job began."""
+    began = time.time()
+    while time.time() - began < MPI_PATIENCE:
+        # A file of an earlier job that was killed does not count; clocks of nodes differ by seconds.
+        if path.exists() and path.stat().st_mtime > began - 30:
+            host, port = path.read_text().split()
+            return host, port
+        time.sleep(0.2)
+    raise EnvironmentFault(
+        f"rank 0 has not said within {MPI_PATIENCE:.0f} s where it can be met",
+        where=str(path),
+        todo="do all nodes mount the same workspace? Or set MASTER_ADDR and MASTER_PORT (mpirun -x MASTER_ADDR=HOST)",
+    )
+
+
+def forget_mpi() -> None:
+    """Remove what `adopt_mpi` has left in the workspace: all have met."""
+    if MPI["RANK"] in os.environ and world().main:
+        for path in workspace().root.glob(".mpi-*"):
+            path.unlink(missing_ok=True)
 
 
 def hide_gpus() -> None:

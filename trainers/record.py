@@ -178,6 +178,10 @@ class Record:
         ended = {"status": status, "ended": now(), "error": error.as_dict() if error else None}
         return self.data | {"metrics": metrics} | ended
 
+    def fail(self, error: BlueprintError) -> None:
+        """The run ends here and now: its process is about to be ended from another thread."""
+        self._close("failed", error)
+
     def _close(self, status: str, error: BlueprintError | None = None) -> None:
         self.data = self.closed(status, error)
         try:

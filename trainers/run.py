@@ -32,7 +32,7 @@ from blueprints.recipe import LoadedRecipe
 from blueprints.recipe.schema import Recipe
 from trainers import proof, prove, report, sharding
 from trainers.artifact import save_artifact
-from trainers.callbacks import FirstStepChecks, StepReports, StopOnRequest, duration
+from trainers.callbacks import FirstStepChecks, SignsOfLife, StepReports, StopOnRequest, duration
 from trainers.checkpoint import Checkpoint, ResumableTrainer, newest_valid
 from trainers.data import read_manifest
 from trainers.mask import for_terminal
@@ -41,6 +41,7 @@ from trainers.model import mixed_precision
 from trainers.process import STOP, Workspace, World, say, workspace, world
 from trainers.record import Record
 from trainers.settings import Setting, assert_settings, check_world, model_settings
+from trainers.watch import WATCH
 
 Method = Callable[["Run"], None]
 
@@ -109,7 +110,7 @@ class Run:
 
     def callbacks(self) -> list[TrainerCallback]:
         """What every trainer must be given: reports, stopping on request, checks of the first step."""
-        return [self.reports, self.stop, FirstStepChecks(self.world)]
+        return [self.reports, self.stop, FirstStepChecks(self.world), SignsOfLife()]
 
     def arguments(self) -> dict[str, Any]:
         """Transformers' TrainingArguments that all methods share: every one that matters is said by the recipe, none
@@ -237,15 +238,19 @@ class Run:
         self.measures.take("after")
         self.record.measure(**self.measures.summary())
         if self.world.main:
-            self.progress.update("prove", message="a fresh process reloads the artifact")
-            free_memory(trainer)
-            found = self.record.data["proofs"] | finish_proofs(proofs)
-            self.record.note(proofs=found, artifacts=artifacts(self.where.output))
-            self.progress.update("report")
-            page = report.write(self.record.closed("complete"), self.where.output, self.loaded.origins)
-            say(f"report: {page}")
+            with WATCH.paused():
+                self._prove(trainer, proofs)
         trainer.accelerator.wait_for_everyone()
         self.finished = True
+
+    def _prove(self, trainer: ResumableTrainer, proofs: proof.Proofs) -> None:
+        self.progress.update("prove", message="a fresh process reloads the artifact")
+        free_memory(trainer)
+        found = self.record.data["proofs"] | finish_proofs(proofs)
+        self.record.note(proofs=found, artifacts=artifacts(self.where.output))
+        self.progress.update("report")
+        page = report.write(self.record.closed("complete"), self.where.output, self.loaded.origins)
+        say(f"report: {page}")
 
 
 def execute(method: Method, loaded: LoadedRecipe, overrides: tuple[str, ...]) -> int:
@@ -267,6 +272,7 @@ def execute(method: Method, loaded: LoadedRecipe, overrides: tuple[str, ...]) ->
         say(f"this run is complete already: {where.output}/run.json. Nothing to do.")
         return 0
     with record.session():
+        WATCH.on_end = record.fail
         sharding.open_group(recipe, here)
         device = torch.device("cpu" if recipe.resources.gpu == 0 else "cuda")
         reports = StepReports(where.output / "metrics.jsonl", progress, main=here.main)

@@ -31,8 +31,9 @@ from transformers import PreTrainedModel, Trainer
 
 from blueprints.errors import EnvironmentFault
 from blueprints.recipe.schema import Recipe
-from trainers.process import World
+from trainers.process import World, forget_mpi
 from trainers.settings import Setting
+from trainers.watch import WATCH
 
 ZERO_STAGES = {"zero2": 2, "zero3": 3}
 SHARDS = "shards"
@@ -72,6 +73,8 @@ def open_group(recipe: Recipe, world: World) -> None:
         timeout=timedelta(seconds=GROUP_TIMEOUT * recipe.training.ddp_timeout),
         device_id=device,
     )
+    forget_mpi()
+    WATCH.start(world, recipe.training.ddp_timeout)
     if strategy in ZERO_STAGES:
         _open_deepspeed("gloo" if on_cpu else "nccl")
 
@@ -87,6 +90,7 @@ def _open_deepspeed(backend: str) -> None:
 
 def close_group() -> None:
     """Let all processes arrive, then disconnect: under mpirun the first to leave would take the others with it."""
+    WATCH.stop()
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()

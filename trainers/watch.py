@@ -68,6 +68,7 @@ class Watch:
         self._warned = False
         self._beats = 0
         self._signs: dict[int, Sign] = {}
+        self._lost: str | None = None
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._main = threading.main_thread().ident or 0
@@ -114,9 +115,13 @@ class Watch:
 
     def lost(self) -> str:
         """Which process has gone, in words; empty if the watch cannot tell. Takes a few seconds."""
-        if self._store is None or self._closed.is_set():
+        if self._store is None:
             return ""
-        self._closed.set()
+        if self._lost is None:
+            self._lost = self._find_lost()
+        return self._lost
+
+    def _find_lost(self) -> str:
         try:
             before = self._read()
             time.sleep(2 * PERIOD)
