@@ -28,7 +28,7 @@ from trainers.data import IGNORED, PreparedData, first_ids, open_prepared, with_
 from trainers.divergence import TopK, distance, negative_log_likelihood
 from trainers.mask import for_terminal, mask_proof
 from trainers.measures import Measures, without_router_logits
-from trainers.model import load_model, load_tokenizer
+from trainers.model import embedding_rows, load_model, load_tokenizer
 from trainers.peft import adapter_config
 from trainers.process import say, world
 from trainers.run import Run, refusals, schedule_settings
@@ -62,7 +62,7 @@ def train(run: Run) -> None:
     args = config(run)
     tokenizer = load_tokenizer(where.model, recipe)
     student = load_model(where.model, recipe, args.device)
-    data = open_prepared(where.dataset, recipe, student.get_input_embeddings().weight.shape[0])
+    data = open_prepared(where.dataset, recipe, embedding_rows(student))
     stored = open_stored(where, recipe, data) if options.teacher_top_k else None
     teacher = load_teacher(where, recipe, args.device) if options.teacher and not stored else None
     rows = with_labels(joined(data.train, stored.train if stored else None))
@@ -399,7 +399,7 @@ def settings(
     """Lines of the effective settings on the teacher, the loss, the batches and the rows."""
     options, counts = trainer.options, data.counts("train")
     held_out = len(data.eval) if data.eval else 0
-    size = trainer.model.get_input_embeddings().weight.shape[0]
+    size = embedding_rows(trainer.model)
     lines = [
         Setting("teacher", "", teacher_line(trainer, stored)),
         Setting("loss", "", loss_line(options)),

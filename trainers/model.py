@@ -238,7 +238,7 @@ def elements(parameter: torch.nn.Parameter) -> int:
     return int(vars(parameter).get("ds_numel", parameter.numel()))
 
 
-def vocabulary(model: PreTrainedModel) -> int:
+def embedding_rows(model: PreTrainedModel) -> int:
     """Rows of the model's embedding: token ids it can take."""
     weight = model.get_input_embeddings().weight
     return int(vars(weight).get("ds_shape", weight.shape)[0])

@@ -11,7 +11,7 @@ from trainers.checkpoint import ResumableTrainer
 from trainers.data import PreparedData, first_ids, open_prepared, with_labels
 from trainers.mask import mask_proof
 from trainers.measures import Measures
-from trainers.model import load_model, load_tokenizer, vocabulary
+from trainers.model import embedding_rows, load_model, load_tokenizer
 from trainers.peft import adapter_config
 from trainers.run import Run, refusals, schedule_settings
 from trainers.settings import Setting, isolation
@@ -39,7 +39,7 @@ def train(run: Run) -> None:
     args = config(run)
     tokenizer = load_tokenizer(where.model, recipe)
     model = load_model(where.model, recipe, args.device)
-    data = open_prepared(where.dataset, recipe, vocabulary(model))
+    data = open_prepared(where.dataset, recipe, embedding_rows(model))
     rows = with_labels(data.train)
     held_out = with_labels(data.eval).select(range(min(len(data.eval), recipe.eval.max_rows))) if data.eval else None
     with refusals():
