@@ -43,7 +43,7 @@ def raw_rows(count: int, seed: int = 0) -> list[dict[str, str]]:
     return rows
 
 
-def save_model(directory: Path, *, layers: int = 2, hidden: int = 32, seed: int = 0) -> Any:
+def save_model(directory: Path, *, layers: int = 2, hidden: int = 32, seed: int = 0, tied: bool = False) -> Any:
     """A tiny random Llama and a word tokenizer; returns the tokenizer."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -60,7 +60,7 @@ def save_model(directory: Path, *, layers: int = 2, hidden: int = 32, seed: int 
     config = LlamaConfig(
         vocab_size=len(vocabulary), hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, eos_token_id=1,
-        bos_token_id=None, tie_word_embeddings=False, initializer_range=0.2,
+        bos_token_id=None, tie_word_embeddings=tied, initializer_range=0.2,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     model.save_pretrained(directory)

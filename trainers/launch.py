@@ -51,6 +51,7 @@ class Launcher:
     def __init__(self, command: Sequence[str], directory: Path) -> None:
         self.directory = directory
         self.stopping = False
+        self._ended_here: set[str] = set()
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         environment = os.environ | {LAUNCH_DIR: str(directory), LAUNCH_PID: str(os.getpid())}
         # Signals must come through here alone: a Ctrl-C at a terminal goes to a whole process group.
@@ -135,6 +136,7 @@ class Launcher:
             text = path.read_text()
             # One that was started after the failure is torchrun's new attempt.
             if text and not path.with_suffix(".exit").exists() and path.stat().st_mtime < min(ended):
+                self._ended_here.add(text)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(text), signal.SIGKILL)
 
@@ -144,7 +146,7 @@ class Launcher:
         table = re.split(r"^\[\d+\]:", "\n".join(self._lines), flags=re.MULTILINE)
         found = [entry for entry in map(KILLED.search, table) if entry]
         entries = [entry for entry in found if int(entry[3]) != signal.SIGTERM]
-        last = [entry for entry in entries if f"rank-{entry[2]}" not in ended]
+        last = [entry for entry in entries if f"rank-{entry[2]}" not in ended and entry[4] not in self._ended_here]
         return last[-1] if last else None  # torchrun lists the first failure last, as the root cause
 
     def _report_killed(self, killed: re.Match[str]) -> int:
