@@ -144,7 +144,7 @@ class ResumableTrainer(Trainer):
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 seal(target, self.state.global_step, self.resumable_state())
-        except OSError:
+        except Exception:
             if self.args.should_save:
                 discard(target)  # of a full disk, this much is free again
             raise

@@ -87,15 +87,28 @@ def _out_of_memory(error: BaseException) -> BlueprintError | None:
     return None
 
 
+_UNWRITABLE = {
+    errno.ENOSPC: "no space left on device",
+    errno.EDQUOT: "disk quota exceeded",
+    errno.EFBIG: "file too large",
+}
+_TORCH_WRITES = ("PytorchStreamWriter failed", "file write failed", "unexpected pos")
+
+
 def _disk_full(error: BaseException) -> BlueprintError | None:
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    # safetensors and torch report a failed write as their own error, with the system's words inside.
-    wrapped = not isinstance(error, OSError) and "No space left on device" in str(error)
-    if not (full or wrapped):
+    if isinstance(error, OSError):
+        what = _UNWRITABLE.get(error.errno or 0)
+    else:
+        # safetensors, torch and DeepSpeed report a failed write as their own error, with the system's words inside.
+        said = str(error)
+        what = next((text for text in _UNWRITABLE.values() if text.casefold() in said.casefold()), None)
+        if what is None and any(text in said for text in _TORCH_WRITES):
+            what = "a file could not be written to its end, as on a full disk"
+    if what is None:
         return None
     where = str(error.filename or "") if isinstance(error, OSError) else ""
     return EnvironmentFault(
-        f"no space left on the device: {_short(error)}",
+        f"{what}: {_short(error)}",
         where=where,
         todo="free disk space, lower training.save_total_limit, and run the same command again: it goes on from the "
         "last whole checkpoint",
