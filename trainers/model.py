@@ -103,7 +103,8 @@ def load_model(directory: Path, recipe: Recipe, device: torch.device) -> PreTrai
     }
     if recipe.lora and recipe.lora.quantize_base:
         settings["quantization_config"] = quantization(recipe, device)
-    if device.type == "cuda":
+    # A model that is to be sharded may not fit one GPU: it goes there shard by shard.
+    if device.type == "cuda" and recipe.resources.strategy not in ("fsdp", "zero3"):
         settings["device_map"] = {"": device.index or 0}
     kernels = ["sdpa", "eager"] if recipe.model.attn_implementation == "auto" else [recipe.model.attn_implementation]
     model = load_causal_lm(directory, kernels, settings)

@@ -7,6 +7,8 @@ is measured once the model is wrapped (`sharding_settings`): a strategy that sil
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +29,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from blueprints.errors import EnvironmentFault
 from blueprints.recipe.schema import Recipe
@@ -94,6 +97,24 @@ def close_group() -> None:
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def loaded_whole(args: TrainingArguments) -> Iterator[None]:
+    """Models loaded inside are whole on every rank.
+
+    Under ZeRO-3 Transformers partitions every model it loads, and one that is not trained, such as a teacher, would never
+    be put together again.
+    """
+    config = args.hf_deepspeed_config if args.deepspeed else None
+    if config is None or not config.is_zero3():
+        yield
+        return
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        set_hf_deepspeed_config(config)
 
 
 def arguments(recipe: Recipe, world: World, bf16: bool) -> dict[str, Any]:
