@@ -10,6 +10,7 @@ LABELS: dict[str, tuple[str, str]] = {
     "eval_loss": ("held-out loss", ".4f"),
     "exact_match": ("exact match", ".1%"),
     "preference_accuracy": ("preference accuracy", ".1%"),
+    "reward_margin": ("reward margin", ".3f"),
     "reward": ("mean reward", ".3f"),
     "kl": ("KL to the reference", ".4f"),
     "teacher_kl": ("KL from the teacher", ".4f"),

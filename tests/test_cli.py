@@ -18,6 +18,7 @@ from blueprints.cli import main
 from blueprints.cli.arguments import EXIT_CODES, VERBS, parse, verb_parser
 from blueprints.errors import ExitCode, UsageError
 from blueprints.recipe.faults import all_keys
+from blueprints.recipe.shipped import shipped_names
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = [sys.executable, "-m", "blueprints"]
@@ -182,7 +183,7 @@ def test_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[1].split() == ["quickstart", "sft", "builtin://tiny-llama", "builtin://orders"]
     assert main(["recipes", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert [row["name"] for row in rows] == ["quickstart", "sft", "sft-lora", "sft-qlora"]
+    assert [row["name"] for row in rows] == shipped_names()
     assert set(rows[0]) == {"name", "method", "model", "dataset", "description"}
 
 

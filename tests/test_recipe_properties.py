@@ -16,6 +16,7 @@ from blueprints.errors import Fault, RecipeError
 from blueprints.recipe import load_recipe, overrides_between
 from blueprints.recipe.describe import choices_of, model_of
 from blueprints.recipe.schema import METHODS, Recipe
+from blueprints.recipe.shipped import shipped_names
 from blueprints.recipe.write import recipe_text
 
 SETTINGS = settings(
@@ -23,7 +24,7 @@ SETTINGS = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-SHIPPED = ["quickstart", "sft", "sft-lora", "sft-qlora"]
+SHIPPED = shipped_names()
 
 # Every kind of text that has broken a quoting rule somewhere: numbers, nulls, booleans, indicators, line breaks.
 nasty = st.sampled_from(

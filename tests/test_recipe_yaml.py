@@ -10,6 +10,7 @@ import pytest
 
 from blueprints.errors import Fault, RecipeError
 from blueprints.recipe import load_recipe
+from blueprints.recipe.shipped import shipped_names
 
 GOOD = "method: sft\nmodel: builtin://tiny-llama\ndataset: builtin://orders\n"
 
@@ -155,7 +156,7 @@ def test_a_directory_a_missing_file_and_a_wrong_ending(tmp_path: Path, monkeypat
         ("recipes", "this is a directory; expected a recipe file. Recipes in it: chats.yaml."),
         (
             "recipes/chat.yaml",
-            "no such recipe; expected a shipped recipe (quickstart, sft, sft-lora, sft-qlora) or the",
+            f"no such recipe; expected a shipped recipe ({', '.join(shipped_names())}) or the",
         ),
         ("recipes/chat.yaml", "Did you mean `recipes/chats.yaml`?"),
         ("recipes/chats.yml", "Did you mean `recipes/chats.yaml`?"),

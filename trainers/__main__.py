@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 METHODS = {
     "sft": "trainers.sft:train",
     "distill": "trainers.distill:train",
+    "dpo": "trainers.dpo:train",
 }
 
 

@@ -45,6 +45,34 @@ def mask_proof(rows: Any, tokenizer: PreTrainedTokenizerBase, count: int = 3) ->
     return {"rows": shown}
 
 
+def pair_proof(rows: Any, tokenizer: PreTrainedTokenizerBase, *, both: bool = True, count: int = 2) -> dict[str, Any]:
+    """Render `count` preferences spread over the split, each answer after its prompt.
+
+    Args:
+        rows: rows with `prompt_ids`, `chosen_ids` and `rejected_ids`.
+        both: whether the rejected answer carries loss too.
+
+    Returns:
+        as `mask_proof`; each entry says in `answer` which of the two it is.
+    """
+    shown = []
+    for index in _spread(len(rows), count):
+        row = rows[index]
+        for answer in ("chosen", "rejected"):
+            prompt, ids = list(row["prompt_ids"]), list(row[f"{answer}_ids"])
+            trained = answer == "chosen" or both
+            text = marked(prompt + ids, [-1] * len(prompt) + [0 if trained else -1] * len(ids), tokenizer)
+            entry = {"row": index, "answer": answer, "text": text, "tokens": len(prompt) + len(ids)}
+            shown.append(entry | {"trained_tokens": len(ids) if trained else 0})
+    return {"rows": shown}
+
+
+def heading(row: dict[str, Any]) -> str:
+    """What an entry of a mask proof shows, in a few words."""
+    which = f"row {row['row']}, {row['answer']}" if "answer" in row else f"row {row['row']}"
+    return f"{which}: {row['trained_tokens']} of {row['tokens']} tokens trained"
+
+
 def marked(ids: Sequence[int], labels: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
     """The text of `ids` with the trained stretches between ⟦ and ⟧."""
     parts: list[str] = []
@@ -67,7 +95,7 @@ def for_terminal(proof: dict[str, Any]) -> str:
         text = row["text"] if len(row["text"]) <= LONGEST else row["text"][:LONGEST] + " …"
         if colour:
             text = text.replace(OPEN, GREEN + OPEN).replace(CLOSE, CLOSE + PLAIN)
-        lines.append(f"  row {row['row']}: {row['trained_tokens']} of {row['tokens']} tokens trained")
+        lines.append(f"  {heading(row)}")
         lines += [f"    {line}" for line in text.splitlines()]
     return "\n".join(lines) + (PLAIN if colour else "")
 

@@ -13,7 +13,7 @@ from blueprints.measures import measures
 from blueprints.recipe import Origin
 from trainers.callbacks import duration, read_metrics
 from trainers.checkpoint import write_text
-from trainers.mask import CLOSE, OPEN
+from trainers.mask import CLOSE, OPEN, heading
 
 WIDTH, HEIGHT = 440, 190
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 12, 28
@@ -28,6 +28,10 @@ CURVES = {
     "rewards/margins": "reward margin",
     "rewards/chosen": "reward of the chosen",
     "rewards/rejected": "reward of the rejected",
+    "logps/chosen": "log-probability of the chosen",
+    "logps/rejected": "log-probability of the rejected",
+    "logits/chosen": "mean logit in the chosen",
+    "logits/rejected": "mean logit in the rejected",
     "kl": "KL to the reference",
     "entropy": "entropy",
     "mean_token_accuracy": "token accuracy",
@@ -239,9 +243,7 @@ def _masks(mask: Mapping[str, Any]) -> str:
     rows = []
     for row in mask.get("rows", []):
         text = escape(row["text"]).replace(OPEN, "<mark>").replace(CLOSE, "</mark>")
-        rows.append(
-            f"<div class='soft'>row {row['row']}: {row['trained_tokens']} of {row['tokens']} tokens</div><pre>{text}</pre>"
-        )
+        rows.append(f"<div class='soft'>{escape(heading(row))}</div><pre>{text}</pre>")
     return f"<div class='card'>{''.join(rows)}</div>" if rows else ""
 
 

@@ -432,6 +432,37 @@ def _stored_teacher(at: Checked) -> Iterator[Fault]:
         )
 
 
+PAIRED_LOSSES = ("sigmoid", "hinge", "ipo", "exo_pair", "robust", "aot", "discopop", "sigmoid_norm")
+"""Losses of DPO that compare the two answers alone; the others compare each answer with the reference too."""
+
+
+def _preferences(at: Checked) -> Iterator[Fault]:
+    dpo = at.recipe.dpo
+    if at.recipe.method != "dpo" or dpo is None:
+        return
+    if dpo.loss_type == "exo_pair" and not dpo.label_smoothing:
+        yield at.fault(
+            "dpo.label_smoothing", "the loss `exo_pair` has no value at 0", "above 0, such as 1e-3 (arXiv:2402.00856)"
+        )
+    if dpo.reference_free and dpo.loss_type not in PAIRED_LOSSES:
+        why = (
+            "has no reference at all" if dpo.loss_type == "sft" else "compares each answer with the reference by itself"
+        )
+        yield at.fault(
+            "dpo.reference_free",
+            f"the loss `{dpo.loss_type}` {why}",
+            f"`reference_free: false`, or one of the losses {', '.join(PAIRED_LOSSES)}",
+        )
+    if at.recipe.base_changes and dpo.precompute_ref_log_probs is False and not dpo.reference_free:
+        yield at.fault(
+            "dpo.precompute_ref_log_probs",
+            "with the adapter switched off the model is not the reference: trained biases, `pissa` and `olora` change "
+            "the base's weights, and with `lora.from` the reference is the model with that adapter",
+            "true: the reference's log-probabilities are computed before step 1",
+            "Leave it out.",
+        )
+
+
 def _rewards(at: Checked) -> Iterator[Fault]:
     recipe = at.recipe
     if recipe.method == "grpo" and recipe.grpo and not recipe.grpo.reward_funcs:
@@ -497,6 +528,7 @@ RULES: tuple[Rule, ...] = (
     _row_format,
     _teacher,
     _stored_teacher,
+    _preferences,
     _rewards,
     _groups,
 )

@@ -32,7 +32,7 @@ from blueprints.errors import RecipeError
 SCHEMES = ("builtin", "file", "hf")
 """URI schemes this version reads."""
 BUILTIN_MODELS = ("tiny-llama",)
-BUILTIN_DATASETS = ("orders", "amounts")
+BUILTIN_DATASETS = ("orders", "amounts", "reviews")
 
 METHODS = ("sft", "dpo", "ppo", "grpo", "distill", "qat")
 CUSTOM_METHOD = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*$"
@@ -314,18 +314,25 @@ class DPOOptions(Block):
     """Direct preference optimisation. Names are those of TRL's DPOConfig."""
 
     beta: PositiveFloat = 0.1
-    """Strength of the pull towards the reference model. Higher stays closer."""
+    """Strength of the pull towards the reference model (the regularisation of `ipo`). Higher stays closer, lower follows
+    the preferences further; 0.01 to 0.5 is usual."""
     loss_type: Literal[
         "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
-        "apo_zero", "apo_down", "discopop", "sft",
+        "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
     ] = "sigmoid"  # fmt: skip
-    """Preference loss, by TRL's name."""
+    """Preference loss, by TRL's name. `sigmoid`: DPO itself (arXiv:2305.18290). `ipo` (arXiv:2310.12036) and
+    `sigmoid_norm` weigh log-probabilities per token. `robust` (arXiv:2403.00409) and `exo_pair` (arXiv:2402.00856) expect
+    wrong preferences. `sft` trains on the chosen answers alone."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Assumed share of flipped preferences."""
+    """Assumed share of preferences that are the wrong way round. Only `robust`, `exo_pair` (which needs some, such as
+    1e-3), `aot` and `aot_unpaired` know it."""
     reference_free: bool = False
-    """Use a uniform reference instead of the base model."""
-    precompute_ref_log_probs: bool = False
-    """Compute the reference's log-probabilities once, before training."""
+    """No reference: all answers count as equally likely to it. Saves its computation; nothing keeps the model close to
+    where it started."""
+    precompute_ref_log_probs: bool | None = None
+    """Compute the reference's log-probabilities of all rows once, before step 1, and keep them in the output. `false`
+    computes them at each step: with LoRA by switching the adapter off, without by a second model in memory. Default: on
+    without `lora`, and where the base under the adapter is not the starting model."""
 
 
 class RewardFunction(Block):
@@ -666,6 +673,8 @@ class Recipe(Run):
             values["lora.lora_alpha"] = 2 * self.lora.r
         if self.grpo and self.grpo.epsilon_high is None:
             values["grpo.epsilon_high"] = self.grpo.epsilon
+        if self.dpo and self.dpo.precompute_ref_log_probs is None:
+            values["dpo.precompute_ref_log_probs"] = self.lora is None or self.base_changes
         if resources.num_proc_per_node is None:
             values["resources.num_proc_per_node"] = max(1, resources.gpu)
         if self.runtime.name is None:
@@ -682,6 +691,15 @@ class Recipe(Run):
         if self.distill and self.distill.teacher_top_k is not None:  # a step more: the teacher scores the rows
             return "llm-distill-offline-gpu" if self.resources.gpu else "llm-distill-offline"
         return f"llm-{self.method}"
+
+    @property
+    def base_changes(self) -> bool:
+        """Whether the model with its adapter switched off is not the one that training starts from, all along: PiSSA and
+        OLoRA change the base's weights, trained biases are the base's, and an earlier adapter is gone on from."""
+        lora = self.lora
+        return lora is not None and (
+            lora.bias != "none" or lora.init_lora_weights in ("pissa", "olora") or lora.from_uri is not None
+        )
 
     @property
     def is_custom(self) -> bool:
@@ -771,6 +789,14 @@ def _nothing_sampled(recipe: Recipe) -> bool:
     return distill is not None and (distill.teacher is None if distill.seq_kd else distill.lmbda == 0)
 
 
+def _unsmoothed(recipe: Recipe) -> bool:
+    return recipe.dpo is not None and recipe.dpo.loss_type not in SMOOTHED_LOSSES
+
+
+def _without_reference(recipe: Recipe) -> bool:
+    return recipe.dpo is not None and recipe.dpo.reference_free
+
+
 def _no_vllm(recipe: Recipe) -> bool:
     return recipe.grpo is None or not recipe.grpo.use_vllm
 
@@ -778,6 +804,9 @@ def _no_vllm(recipe: Recipe) -> bool:
 def _goes_on(recipe: Recipe) -> bool:
     return recipe.lora is not None and recipe.lora.from_uri is not None
 
+
+SMOOTHED_LOSSES = ("robust", "exo_pair", "aot", "aot_unpaired")
+"""Losses of DPO that `dpo.label_smoothing` has a part in."""
 
 IDLE = (
     Idle(
@@ -824,6 +853,37 @@ IDLE = (
         lambda recipe: recipe.training.lr_scheduler_type == "constant",
         "the schedule `constant` has no warm-up",
         "Leave it out or choose `constant_with_warmup`.",
+    ),
+    Idle(
+        "dpo.label_smoothing",
+        "dpo.loss_type",
+        _unsmoothed,
+        "the loss does not know it",
+        f"Leave it out or choose one of the losses {', '.join(SMOOTHED_LOSSES)}.",
+        off_is_fine=True,
+    ),
+    Idle(
+        "dpo.beta",
+        "dpo.loss_type",
+        lambda recipe: recipe.dpo is not None and recipe.dpo.loss_type == "sft",
+        "the loss `sft` has no reference to be pulled back to",
+        "Leave it out or choose another loss.",
+    ),
+    Idle(
+        "dpo.precompute_ref_log_probs",
+        "dpo.reference_free",
+        _without_reference,
+        "with `dpo.reference_free: true` there is no reference",
+        "Keep one of the two.",
+        off_is_fine=True,
+    ),
+    Idle(
+        "lora.lora_dropout",
+        "method",
+        lambda recipe: recipe.method == "dpo",
+        "policy and reference are compared without dropout, as TRL does",
+        "Leave it out.",
+        off_is_fine=True,
     ),
     *(
         Idle(

@@ -10,11 +10,12 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from initializers.builtin import DATA, amounts, orders
+from initializers.builtin import DATA, amounts, orders, reviews
 
 GENERATORS: Mapping[str, Callable[[], dict[str, str]]] = {
     "amounts": amounts.generate,
     "orders": orders.generate,
+    "reviews": reviews.generate,
 }
 """What makes the files of each data set: file name to content, the same wherever it is called."""
 
