@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import hypothesis
+import pytest
 
 # Test workers share the machine: one thread each, in every process they start, before anything loads OpenMP.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,3 +18,30 @@ for name in ("LORA_CONFIG", "BLUEPRINTS_RECIPE", "BLUEPRINTS_OVERRIDES", "BLUEPR
 hypothesis.settings.register_profile("fixed", derandomize=True)
 hypothesis.settings.register_profile("random", derandomize=False)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+class _ProvedHere:
+    """A proof that ran in this process, as `trainers.proof` sees the one it starts."""
+
+    def __init__(self, specification: Path, merge: bool) -> None:
+        from trainers import prove
+
+        self.returncode = prove.main([str(specification), *(["--merge"] if merge else [])])
+
+    def communicate(self) -> tuple[str, None]:
+        return "", None
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+
+@pytest.fixture
+def proved_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The artifact proof in this process, not in a fresh one: seconds less, where the proof is not what is tested."""
+    from trainers import proof
+
+    def start(specification: Path, *, merge: bool = False) -> _ProvedHere:
+        return _ProvedHere(specification, merge)
+
+    monkeypatch.setattr(proof, "_start", start)

@@ -133,30 +133,3 @@ def interrupt(root: Path, monkeypatch: pytest.MonkeyPatch, step: int, *overrides
             train_here(root, monkeypatch, *overrides)
     STOP.asked = False
     assert stopped.value.code == 143
-
-
-class _ProvedHere:
-    """A proof that ran in this process, as `trainers.proof` sees the one it starts."""
-
-    def __init__(self, specification: Path, merge: bool) -> None:
-        from trainers import prove
-
-        self.returncode = prove.main([str(specification), *(["--merge"] if merge else [])])
-
-    def communicate(self) -> tuple[str, None]:
-        return "", None
-
-    def kill(self) -> None: ...
-
-    def wait(self) -> None: ...
-
-
-@pytest.fixture
-def proved_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The artifact proof in this process, not in a fresh one: seconds less, where the proof is not what is tested."""
-    from trainers import proof
-
-    def start(specification: Path, *, merge: bool = False) -> _ProvedHere:
-        return _ProvedHere(specification, merge)
-
-    monkeypatch.setattr(proof, "_start", start)

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from methods_kit import build, check_golden, curve, interrupt, preferences, proved_here
+from methods_kit import build, check_golden, curve, interrupt, preferences
 from sft_workspace import losses, run_record, train_here
 
 from blueprints import RecipeError, load_recipe
 from blueprints.recipe.schema import DPOOptions
 
-__all__ = ["proved_here"]
-quickly = pytest.mark.usefixtures("proved_here")
+pytestmark = pytest.mark.usefixtures("proved_here")
 LOSSES = get_args(DPOOptions.model_fields["loss_type"].annotation)
 
 
@@ -57,7 +56,6 @@ def plain_trl(root: Path, *, lora: bool, steps: int = 4, **settings: Any) -> Any
 # What is computed ----------------------------------------------------------------------------------------------------
 
 
-@quickly
 @pytest.mark.covers(method="dpo", tuning=["full", "lora"], world="1 process", feature=["train", "eval"])
 @pytest.mark.parametrize("case", ["lora", "full", "full with a second model"])
 def test_the_curves_equal_plain_trl_on_the_raw_texts(case: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +67,6 @@ def test_the_curves_equal_plain_trl_on_the_raw_texts(case: str, root: Path, monk
     assert ("second model" in run_record(root)["effective"]["reference"]) == (case == "full with a second model")
 
 
-@quickly
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_loss_equals_plain_trl(loss: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,13 +87,11 @@ def test_the_losses_are_those_of_trl() -> None:
 @pytest.mark.covers(
     method="dpo", tuning=["full", "lora", "qlora", "dora"], world="1 process", feature=["train", "export"]
 )
-@quickly
 @pytest.mark.parametrize("case", ["full", "lora", "qlora", "dora"])
 def test_golden_losses(case: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_golden("dpo", case, root, monkeypatch)
 
 
-@quickly
 def test_preference_accuracy_is_what_the_models_own_probabilities_say(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +127,6 @@ def test_preference_accuracy_is_what_the_models_own_probabilities_say(
 # The reference -------------------------------------------------------------------------------------------------------
 
 
-@quickly
 @pytest.mark.parametrize("start", ["lora.init_lora_weights=pissa", "lora.init_lora_weights=olora"])
 def test_an_adapter_taken_out_of_the_base_is_compared_with_the_untouched_base(
     start: str, root: Path, monkeypatch: pytest.MonkeyPatch
@@ -143,7 +137,6 @@ def test_an_adapter_taken_out_of_the_base_is_compared_with_the_untouched_base(
     assert losses(root)[0] == pytest.approx(math.log(2), abs=1e-4)
 
 
-@quickly
 def test_without_a_reference_the_loss_is_of_the_policy_alone(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = ("training.per_device_train_batch_size=1", "training.max_steps=3")
     assert train_here(root, monkeypatch, "dpo.reference_free=true", "dpo.beta=0.2", *one) == 0
@@ -154,7 +147,6 @@ def test_without_a_reference_the_loss_is_of_the_policy_alone(root: Path, monkeyp
     assert run_record(root)["effective"]["reference"].startswith("none")
 
 
-@quickly
 @pytest.mark.covers(method="dpo", tuning="full", world="1 process", feature="resume")
 def test_a_stopped_run_goes_on_with_the_reference_it_began_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -185,7 +177,6 @@ def test_a_stopped_run_goes_on_with_the_reference_it_began_with(
 # What is shown and what is refused -----------------------------------------------------------------------------------
 
 
-@quickly
 def test_both_answers_are_shown_and_the_rejected_one_carries_no_loss_where_it_has_none(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -280,7 +280,7 @@ def test_strange_python_values_are_faults_too() -> None:
 
 def test_shipped_recipes_are_described_and_valid() -> None:
     shipped = {recipe.name: recipe for recipe in shipped_recipes()}
-    assert list(shipped)[0] == "quickstart"
+    assert next(iter(shipped)) == "quickstart"
     assert set(shipped) >= {
         "dpo",
         "dpo-lora",
