@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from transformers.integrations import KubeflowCallback
 
 from blueprints.errors import JobFailedError
+from blueprints.measures import LABELS, label
 from blueprints.progress import Progress
 from trainers.checkpoint import write_text
 from trainers.process import STOP, World
@@ -65,7 +66,8 @@ class StepReports(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Transformers' event: a line of training or of evaluation."""
-        if not self.main or not logs or ("loss" not in logs and "eval_loss" not in logs) or not self._training:
+        shown = any(name == "loss" or name.startswith("eval_") for name in logs or ())
+        if not self.main or not logs or not shown or not self._training:
             return
         line = {"step": state.global_step} | {name: value for name, value in logs.items() if name != "total_flos"}
         if "loss" in logs and self._since is not None:
@@ -78,8 +80,11 @@ class StepReports(TrainerCallback):
         self._show(state, logs)
 
     def _show(self, state: TrainerState, logs: dict[str, float]) -> None:
-        if "eval_loss" in logs:
-            _print_line(f"step {state.global_step}/{state.max_steps}  held-out loss {logs['eval_loss']:.4f}")
+        if "loss" not in logs:
+            keys = {name if name in LABELS else name.removeprefix("eval_"): value for name, value in logs.items()}
+            found = [(*label(key), value) for key, value in keys.items() if key in LABELS]
+            text = ", ".join(f"{called} {value:{style}}" for called, style, value in found)
+            _print_line(f"step {state.global_step}/{state.max_steps}  held out: {text}")
             return
         done = state.global_step - self._first_step
         eta = (state.max_steps - state.global_step) * (time.monotonic() - self.started) / max(1, done)

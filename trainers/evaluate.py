@@ -118,11 +118,15 @@ def answers(
     return found
 
 
-def _greedy(model: nn.Module, tokenizer: PreTrainedTokenizerBase, stops: set[int], limit: int) -> GenerationConfig:
+def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The tokens that end an answer: the model's and the tokenizer's own."""
     own = model.generation_config.eos_token_id
-    ends = {*stops, *([own] if isinstance(own, int) else own or [])}
-    if tokenizer.eos_token_id is not None:
-        ends.add(tokenizer.eos_token_id)
+    ends = {own} if isinstance(own, int) else set(own or [])
+    return ends | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set())
+
+
+def _greedy(model: nn.Module, tokenizer: PreTrainedTokenizerBase, stops: set[int], limit: int) -> GenerationConfig:
+    ends = stops | end_tokens(model, tokenizer)
     return GenerationConfig(
         do_sample=False,
         num_beams=1,

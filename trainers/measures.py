@@ -61,10 +61,7 @@ class Measures:
         if not self.rows or when in self.found:
             return
         title = f"{when} training"
-        self.run.progress.update("evaluate", 0, len(self.asked), unit="rows", message=title)
-        numbers: dict[str, float] = dict(self.numbers()) if self.numbers else {}
-        given = evaluate.shared_answers(world(), self.asked, self._answer) if self.asked else []
-        numbers |= self.scores(given) if self.scores and given else {}
+        numbers, given = self._measure(title)
         self.found[when] = {"rows": self.rows, "measures": numbers, "answers": given}
         shown = ", ".join("{} {:{}}".format(label(name)[0], value, label(name)[1]) for name, value in numbers.items())
         say(f"{title}: {shown} ({self.rows} rows)")
@@ -72,6 +69,18 @@ class Measures:
             write_json(self.path, self.found)
             self._write_samples()
         self.trainer.accelerator.wait_for_everyone()
+
+    def now(self) -> Numbers:
+        """The measures of the model as it is in the middle of training."""
+        return self._measure("in training")[0]
+
+    def _measure(self, title: str) -> tuple[dict[str, float], list[str]]:
+        """The measures, and the answers."""
+        self.run.progress.update("evaluate", 0, len(self.asked), unit="rows", message=title)
+        numbers: dict[str, float] = dict(self.numbers()) if self.numbers else {}
+        given = evaluate.shared_answers(world(), self.asked, self._answer) if self.asked else []
+        numbers |= self.scores(given) if self.scores and given else {}
+        return numbers, given
 
     def _answer(self, prompts: list[list[int]]) -> list[str]:
         recipe = self.run.recipe
