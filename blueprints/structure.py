@@ -88,8 +88,34 @@ TYPES: dict[str, dict[str, str]] = {
     "Coordinator": {"replicatedJob": "str", "jobIndex": "int", "podIndex": "int"},
     "VolumeClaimPolicy": {"templates": "list[V1PersistentVolumeClaim]", "retentionPolicy": "RetentionPolicy"},
     "RetentionPolicy": {"whenDeleted": "str"},
+    "PyTorchJob": {"apiVersion": "str", "kind": "str", "metadata": "V1ObjectMeta", "spec": "PyTorchJobSpec", "status": "object"},
+    "PyTorchJobSpec": {
+        "runPolicy": "RunPolicy", "elasticPolicy": "ElasticPolicy", "nprocPerNode": "object",
+        "pytorchReplicaSpecs": "dict(str, ReplicaSpec)",
+    },
+    "ReplicaSpec": {"replicas": "int", "template": "V1PodTemplateSpec", "restartPolicy": "str"},
+    "RunPolicy": {
+        "cleanPodPolicy": "str", "ttlSecondsAfterFinished": "int", "activeDeadlineSeconds": "int", "backoffLimit": "int",
+        "schedulingPolicy": "SchedulingPolicy", "suspend": "bool", "managedBy": "str",
+    },
+    "SchedulingPolicy": {
+        "minAvailable": "int", "queue": "str", "minResources": "object", "priorityClass": "str",
+        "scheduleTimeoutSeconds": "int",
+    },
+    "ElasticPolicy": {
+        "minReplicas": "int", "maxReplicas": "int", "rdzvBackend": "str", "rdzvPort": "int", "rdzvHost": "str",
+        "rdzvId": "str", "rdzvConf": "list[object]", "standalone": "bool", "nProcPerNode": "int", "maxRestarts": "int",
+        "metrics": "list[object]",
+    },
+    "MPIJob": {"apiVersion": "str", "kind": "str", "metadata": "V1ObjectMeta", "spec": "MPIJobSpec", "status": "object"},
+    "MPIJobSpec": {
+        "slotsPerWorker": "int", "cleanPodPolicy": "str", "mainContainer": "str", "runPolicy": "RunPolicy",
+        "mpiReplicaSpecs": "dict(str, ReplicaSpec)", "sshAuthMountPath": "str", "launcherCreationPolicy": "str",
+        "mpiImplementation": "str", "runLauncherAsWorker": "bool",
+    },
 }  # fmt: skip
-"""Fields of the custom resources of Trainer 2.3 and JobSet 0.12, and their types."""
+"""Fields of the custom resources of Trainer 2.3 and JobSet 0.12, of the jobs of Training Operator v1 and of MPI Operator,
+and their types."""
 
 REQUIRED: dict[str, tuple[str, ...]] = {
     "TrainJob": ("metadata", "spec"),
@@ -110,6 +136,12 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "VolumeClaimPolicy": ("templates",),
     "V1JobTemplateSpec": ("spec",),
     "V1JobSpec": ("template",),
+    "PyTorchJob": ("metadata", "spec"),
+    "PyTorchJobSpec": ("pytorchReplicaSpecs",),
+    "MPIJob": ("metadata", "spec"),
+    "MPIJobSpec": ("mpiReplicaSpecs",),
+    "ReplicaSpec": ("template",),
+    "V1PodTemplateSpec": ("spec",),
     "V1PodSpec": ("containers",),
     "V1Container": ("name",),
     "V1EnvVar": ("name",),
@@ -141,6 +173,9 @@ ENUMS: dict[tuple[str, str], tuple[str, ...]] = {
         "RestartJobAndIgnoreMaxRestarts",
     ),
     ("NetworkTopology", "mode"): ("hard", "soft"),
+    ("ReplicaSpec", "restartPolicy"): ("Always", "OnFailure", "Never", "ExitCode", ""),
+    ("RunPolicy", "cleanPodPolicy"): ("None", "Running", "All", ""),
+    ("MPIJobSpec", "cleanPodPolicy"): ("None", "Running", "All", ""),
     ("V1PodSpec", "restartPolicy"): ("Always", "OnFailure", "Never"),
     ("V1Container", "imagePullPolicy"): ("Always", "IfNotPresent", "Never"),
     ("V1Container", "terminationMessagePolicy"): ("File", "FallbackToLogsOnError"),

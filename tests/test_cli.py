@@ -37,6 +37,7 @@ FLAGS = {
     "explain": {"-f", "--file", "--json"},
     "validate": {"-f", "--file", "--data", "--json"},
     "schema": set(),
+    "migrate": {"-o", "--output", "--cluster"},
     "runtimes": {
         "--overlay",
         "--generic",

@@ -143,6 +143,13 @@ def _runtimes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="list: print JSON, for scripts")
 
 
+def _migrate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="YAML file with PyTorchJobs or MPIJobs; - reads standard input")
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write to FILE instead of standard output")
+    what = "make ClusterTrainingRuntimes, for every namespace, instead of TrainingRuntimes of the job's namespace"
+    parser.add_argument("--cluster", action="store_true", help=what)
+
+
 def _nothing(_parser: argparse.ArgumentParser) -> None:
     pass
 
@@ -272,6 +279,15 @@ CLUSTER_VERBS = (
             "blueprints runtimes diff --context production",
             "blueprints runtimes apply --context production",
         ),
+    ),
+    Verb(
+        "migrate",
+        "turn a Training Operator v1 PyTorchJob or MPIJob into a TrainJob",
+        "blueprints.cli.migrate:run",
+        _migrate,
+        "Writes a TrainJob and its runtime for every job in FILE, valid as `blueprints validate` sees it. What could not be "
+        "carried over, and what is started in another way, stands above them as comments and on standard error.",
+        ("blueprints migrate pytorchjob.yaml -o trainjob.yaml", "blueprints migrate mpijob.yaml | kubectl apply -f -"),
     ),
 )
 
