@@ -9,6 +9,11 @@ from typing import Any
 LABELS: dict[str, tuple[str, str]] = {
     "eval_loss": ("held-out loss", ".4f"),
     "exact_match": ("exact match", ".1%"),
+    "contains": ("contains the reference", ".1%"),
+    "numeric_match": ("numeric match", ".1%"),
+    "json_match": ("JSON match", ".1%"),
+    "token_f1": ("token F1", ".3f"),
+    "rouge_l": ("ROUGE-L", ".3f"),
     "preference_accuracy": ("preference accuracy", ".1%"),
     "reward_margin": ("reward margin", ".3f"),
     "reward": ("mean reward", ".3f"),

@@ -109,6 +109,7 @@ def prepare_fingerprint(settings: Settings, files: list[dict[str, Any]]) -> str:
             "max_length": recipe.training.max_length,
             "seed": recipe.training.data_seed,
             "chat_template": recipe.model.chat_template,
+            "added_tokens": recipe.model.added_tokens,
             "tokenizer": tokenizer_digest(settings.workspace / "model"),
             "code": _code_digest(),
             "packages": {name: version(name) for name in PACKAGES},
@@ -218,6 +219,7 @@ def _prepare(
         "notes": asdict(tokenizer.notes),
         "tokenizer_sha256": tokenizer.files_sha256,
         "chat_template_sha256": None if template is None else hashlib.sha256(template.encode()).hexdigest(),
+        "added_tokens": recipe.model.added_tokens or None,
         "vocab_size": len(tokenizer.tokenizer),
     }
     return {
@@ -247,6 +249,7 @@ def _tokenizer(settings: Settings, recipe: Recipe) -> ChatTokenizer:
         chat_template=recipe.model.chat_template,
         completion_only=bool(row_options(recipe)["completion_only_loss"]),
         trust_remote_code=recipe.model.trust_remote_code,
+        added=recipe.model.added_tokens,
     )
 
 

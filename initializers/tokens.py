@@ -22,6 +22,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 
 from blueprints.digests import tokenizer_digest
 from blueprints.errors import DataError, UsageError
+from blueprints.tokens import add_tokens
 from initializers.messages import Answered, Chat, Instruction, Message, Pair, Preference, Prompt, Text
 
 if TYPE_CHECKING:
@@ -553,7 +554,12 @@ def _no_template() -> DataError:
 
 
 def load_tokenizer(
-    model: Path, *, chat_template: str | None, completion_only: bool, trust_remote_code: bool = False
+    model: Path,
+    *,
+    chat_template: str | None,
+    completion_only: bool,
+    trust_remote_code: bool = False,
+    added: Sequence[str] = (),
 ) -> ChatTokenizer:
     """The tokenizer in a model directory.
 
@@ -562,10 +568,11 @@ def load_tokenizer(
         chat_template: template that replaces the tokenizer's own.
         completion_only: mask everything but the answers.
         trust_remote_code: run Python code of the model directory.
+        added: tokens to add to the vocabulary.
 
     Raises:
         DataError: there is no tokenizer, or it has no fast version.
-        UsageError: the template is not Jinja.
+        UsageError: the template is not Jinja; an added token is there already.
     """
     from transformers import AutoTokenizer
 
@@ -583,6 +590,7 @@ def load_tokenizer(
             where=str(model),
             todo="convert it once: AutoTokenizer.from_pretrained(..., from_slow=True).save_pretrained(...)",
         )
+    add_tokens(tokenizer, added)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     source = "model.chat_template" if chat_template is not None else "the tokenizer" if tokenizer.chat_template else ""
@@ -591,7 +599,7 @@ def load_tokenizer(
         template_source=source,
         completion_only=completion_only,
         end_ids=_end_ids(model, tokenizer),
-        model_vocab=_model_number(model, "vocab_size"),
+        model_vocab=_vocabulary(model, tokenizer if added else None),
         model_context=_model_number(model, "max_position_embeddings", "n_positions", "max_sequence_length"),
         files_sha256=tokenizer_digest(model),
     )
@@ -630,6 +638,12 @@ def _model_number(model: Path, *names: str) -> int | None:
         if isinstance(size, int):
             return size
     return None
+
+
+def _vocabulary(model: Path, grown: Any) -> int | None:
+    """Rows of the model's embeddings; as many as the tokenizer `grown` needs where tokens are added."""
+    size = _model_number(model, "vocab_size")
+    return size if size is None or grown is None else max(size, len(grown))
 
 
 def _end_ids(model: Path, tokenizer: Any) -> frozenset[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -181,3 +182,13 @@ def run_record(root: Path) -> dict[str, Any]:
     """`run.json` of the workspace."""
     found: dict[str, Any] = json.loads((root / "output" / "run.json").read_text())
     return found
+
+
+def as_if_killed_at(root: Path, step: int) -> None:
+    """Leave in the output what a run killed soon after `step` leaves."""
+    record = run_record(root)
+    (root / "output" / "run.json").write_text(json.dumps(record | {"status": "running"}))
+    for path in (root / "output").iterdir():
+        kind, _, number = path.name.partition("-")
+        if kind in ("adapter", "model", "proof") or (kind == "checkpoint" and int(number) > step):
+            shutil.rmtree(path)

@@ -38,6 +38,17 @@ FLAGS = {
     "validate": {"-f", "--file", "--data", "--json"},
     "schema": set(),
     "migrate": {"-o", "--output", "--cluster"},
+    "eval": {
+        "--dataset",
+        "--split",
+        "--metric",
+        "--max-rows",
+        "--max-new-tokens",
+        "--harness",
+        "--tasks",
+        "--include-path",
+        "--json",
+    },
     "runtimes": {
         "--overlay",
         "--generic",

@@ -157,6 +157,15 @@ def test_unknown_keys_lead_to_the_right_one(key: str, hint: str) -> None:
         ("sft-lora", ("lora.from=hf://a/b", "lora.init_lora_weights=pissa"), "lora.init_lora_weights", "does nothing"),
         ("sft-lora", ("lora.target_parameters=[a.b]", "lora.use_dora=true"), "lora.use_dora", "cannot be combined"),
         ("sft-lora", ("lora.target_parameters=[a]", "lora.lora_dropout=0.1"), "lora.lora_dropout", "cannot be combined"),
+        (
+            "sft-lora", ("method=grpo", "sft=null", "lora.init_lora_weights=pissa"),
+            "lora.init_lora_weights", "would lack what `pissa` takes out",
+        ),
+        ("sft-lora", ("method=ppo", "sft=null", "lora.bias=all"), "lora.bias", "would keep the trained biases"),
+        (
+            "sft", ("model.added_tokens=[a]", "resources.gpu=2", "resources.strategy=zero3"),
+            "model.added_tokens", "has sharded them",
+        ),
         ("sft", ("model.added_tokens=[a, b, a]",), "model.added_tokens", "named twice: a"),
         ("sft", ("resources.gpu=0", "training.use_liger_kernel=true"), "training.use_liger_kernel", "GPUs alone"),
         ("sft", ("resources.gpu=0", "training.activation_offloading=true"), "training.activation_offloading", "is 0"),

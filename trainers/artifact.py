@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from blueprints.recipe.schema import Recipe
+from trainers.peft import config_on_untouched_base, on_untouched_base
 
 
 def save_artifact(
@@ -21,6 +23,7 @@ def save_artifact(
     recipe: Recipe,
     source: dict[str, Any],
     output: Path,
+    start: Mapping[str, torch.Tensor],
     state: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
     """Save `output/adapter` or `output/model` as safetensors.
@@ -30,6 +33,7 @@ def save_artifact(
 
     Args:
         source: the model's manifest.
+        start: what the adapter has taken out of the base, see `trainers.peft.taken_from_base`.
         state: the weights by name, of a sharded model; None: the model holds them.
 
     Returns:
@@ -38,7 +42,12 @@ def save_artifact(
     name = "adapter" if isinstance(model, PeftModel) else "model"
     target, temporary = output / name, output / f".{name}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
-    model.save_pretrained(temporary, **({} if state is None else {"state_dict": dict(state)}))
+    gathered: dict[str, Any] = {} if state is None else {"state_dict": dict(state)}
+    if isinstance(model, PeftModel):
+        model.save_pretrained(temporary, selected_adapters=["default"], **gathered)
+        _fit_untouched_base(temporary, start)
+    else:
+        model.save_pretrained(temporary, **gathered)
     if name == "adapter" and recipe.model.uri.startswith("hf://"):
         # In the file alone: PEFT itself would look the live configuration's model up on the Hub.
         path = temporary / "adapter_config.json"
@@ -52,6 +61,16 @@ def save_artifact(
     shutil.rmtree(target, ignore_errors=True)
     temporary.replace(target)
     return target
+
+
+def _fit_untouched_base(directory: Path, start: Mapping[str, torch.Tensor]) -> None:
+    """Make the saved adapter one for the base as it was fetched, where its start was taken out of the base."""
+    if not start:
+        return
+    weights, path = directory / "adapter_model.safetensors", directory / "adapter_config.json"
+    save_file(on_untouched_base(load_file(weights), start), weights, metadata={"format": "pt"})
+    config = config_on_untouched_base(json.loads(path.read_text(encoding="utf-8")))
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def card(recipe: Recipe, kind: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -18,8 +19,10 @@ from transformers.integrations import KubeflowCallback
 from blueprints.errors import JobFailedError
 from blueprints.measures import LABELS, label
 from blueprints.progress import Progress
+from blueprints.recipe.schema import TrainingConfig
 from trainers.checkpoint import write_text
-from trainers.process import STOP, World
+from trainers.memory import check_optimizer, liger_modules
+from trainers.process import STOP, World, say
 from trainers.watch import WATCH
 
 BAR = 24
@@ -168,12 +171,13 @@ class SignsOfLife(TrainerCallback):
 
 
 class FirstStepChecks(TrainerCallback):
-    """At the first step: activations are recomputed if asked for, every trainable parameter has a gradient, and all
-    processes take the same step."""
+    """At the first step: activations are recomputed, kernels and optimizer are those asked for, every trainable parameter
+    has a gradient, and all processes take the same step."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, training: TrainingConfig) -> None:
+        self.world, self.training = world, training
         self._checked = False
+        self._stepped = False
         self._compared = world.size == 1
         self._reached: set[str] = set()
         self._handles: list[Any] = []
@@ -203,6 +207,27 @@ class FirstStepChecks(TrainerCallback):
                 where="effective settings",
                 todo="this is a fault of llm-blueprints: please report it",
             )
+
+        if self.training.use_liger_kernel and not (model is not None and liger_modules(model)):
+            raise JobFailedError(
+                "Liger's kernels: asked on, in effect off",
+                where="effective settings",
+                todo="set training.use_liger_kernel=false, and please report the model's architecture",
+            )
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Transformers' event: the optimizer has taken a step, and has its state."""
+        if self._stepped:
+            return
+        self._stepped = True
+        optimizer = kwargs["optimizer"]
+        while isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer
+        found = check_optimizer(self.training.optim, optimizer, kwargs["model"])
+        if self.world.main:
+            say(f"optimizer: {found}")
 
     def on_step_end(
         self,

@@ -107,6 +107,7 @@ def _check_settings(prepared: Mapping[str, Any], recipe: Recipe, directory: Path
         "kind": kind_of(recipe.method, str(prepared.get("format"))),
         "method": recipe.method,
         "max_length": recipe.training.max_length,
+        "added_tokens": recipe.model.added_tokens or None,
         **row_options(recipe),
     }
     for key, value in asked.items():

@@ -29,7 +29,7 @@ from trainers.divergence import TopK, distance, negative_log_likelihood
 from trainers.mask import for_terminal, mask_proof
 from trainers.measures import Measures, without_router_logits
 from trainers.model import embedding_rows, load_model, load_tokenizer
-from trainers.peft import adapter_config
+from trainers.peft import with_adapter
 from trainers.process import say, world
 from trainers.run import Run, refusals, schedule_settings
 from trainers.scoring import (
@@ -69,6 +69,7 @@ def train(run: Run) -> None:
     stops = end_tokens(rows, tokenizer)
     held_out = answered(held_out_rows(run, data, stored), teacher, tokenizer, run, stops)
     with refusals():
+        student, adapter = with_adapter(run, student)
         trainer = Trainer(
             run=run,
             teacher=teacher,
@@ -80,7 +81,7 @@ def train(run: Run) -> None:
             train_dataset=rows,
             eval_dataset=held_out,
             processing_class=tokenizer,
-            peft_config=adapter_config(recipe.lora, student) if recipe.lora else None,
+            peft_config=adapter,
             callbacks=run.callbacks(),
         )
     measures = Gap(run, trainer, tokenizer, held_out, stored)

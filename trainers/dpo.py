@@ -25,7 +25,7 @@ from trainers.evaluate import Question
 from trainers.mask import pair_proof
 from trainers.measures import Measures
 from trainers.model import load_model, load_tokenizer
-from trainers.peft import adapter_config
+from trainers.peft import with_adapter
 from trainers.process import say, world
 from trainers.run import Run, refusals, schedule_settings
 from trainers.settings import Setting
@@ -127,6 +127,7 @@ def train(run: Run) -> None:
     held_out = data.eval.select(range(min(len(data.eval), recipe.eval.max_rows))) if data.eval else None
     copy = recipe.lora is None and not args.precompute_ref_log_probs
     with refusals():
+        model, adapter = with_adapter(run, model)
         trainer = Trainer(
             run,
             model=model,
@@ -135,7 +136,7 @@ def train(run: Run) -> None:
             train_dataset=data.train,
             eval_dataset=held_out,
             processing_class=tokenizer,
-            peft_config=adapter_config(recipe.lora, model) if recipe.lora else None,
+            peft_config=adapter,
             callbacks=run.callbacks(),
         )
     run.fit(

@@ -1,4 +1,4 @@
-"""Held-out measures: the loss, greedy answers in batches, exact match; before training and after it."""
+"""Held-out measures: the loss, greedy answers in batches, metrics of them; before training and after it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from blueprints.recipe.rows import Kind
 from blueprints.recipe.schema import Recipe
+from trainers.metrics import measure
 from trainers.process import World
 from trainers.watch import WATCH
 
@@ -159,11 +161,56 @@ def shared_answers(
 
 
 def scores(recipe: Recipe, given: Sequence[str], asked: Sequence[Question]) -> dict[str, float]:
-    """The recipe's metric (`eval.metric`) of the answers."""
-    return {"exact_match": exact_match(given, asked)} if recipe.eval.metric == "exact_match" else {}
+    """The recipe's metric (`eval.metric`) of the answers, by its name; nothing if it has none."""
+    if recipe.eval.metric == "none":
+        return {}
+    prompts, references = [question.prompt for question in asked], [question.reference for question in asked]
+    return measure(recipe.eval.metric, prompts, given, references)
 
 
-def exact_match(given: Sequence[str], asked: Sequence[Question]) -> float:
-    """Share of answers equal to their reference after trimming white space; between 0 and 1."""
-    same = sum(answer.strip() == question.reference.strip() for answer, question in zip(given, asked, strict=True))
-    return same / len(asked)
+def questions_of(
+    rows: Any, kind: Kind, tokenizer: PreTrainedTokenizerBase, limit: int
+) -> tuple[list[Question], set[int]]:
+    """The first `limit` prepared rows of any kind as questions; see `questions`.
+
+    A preference's reference is the better answer; a prompt's is the row's `reference`, maybe empty.
+
+    Args:
+        rows: prepared rows; supervised ones with labels, see `trainers.data.with_labels`.
+    """
+    if kind == "supervised":
+        return questions(rows, tokenizer, limit)
+    found = []
+    for row in rows.select(range(min(limit, len(rows)))):
+        prompt = row.get("prompt") or tokenizer.decode(row["prompt_ids"], skip_special_tokens=True).strip()
+        better = row.get("reference", row.get("chosen"))
+        if better is None:
+            better = tokenizer.decode(row["chosen_ids"], skip_special_tokens=True)
+        found.append(Question(list(row["prompt_ids"]), prompt, better.strip()))
+    ends = {row["chosen_ids"][-1] for row in rows.select(range(len(found)))} if kind == "preference" else set()
+    return found, ends & set(tokenizer.all_special_ids)
+
+
+@torch.no_grad()
+def mean_loss(model: nn.Module, rows: Any, *, batch_size: int, bf16: bool, pad: int) -> float:
+    """Mean cross-entropy of the trained tokens of rows with `input_ids` and `labels`.
+
+    Args:
+        batch_size: rows per forward pass; rows of about one length go together, padded on the right with `pad`.
+    """
+    model.eval()
+    device = next(model.parameters()).device
+    lines = sorted(((list(row["input_ids"]), list(row["labels"])) for row in rows), key=lambda line: len(line[0]))
+    total, count = 0.0, 0
+    for start in range(0, len(lines), batch_size):
+        chosen = lines[start : start + batch_size]
+        width = max(len(ids) for ids, _ in chosen)
+        ids = torch.tensor([row + [pad] * (width - len(row)) for row, _ in chosen], device=device)
+        labels = torch.tensor([row + [-100] * (width - len(row)) for _, row in chosen], device=device)
+        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row, _ in chosen], device=device)
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
+            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        trained = labels[:, 1:] != -100
+        losses = nn.functional.cross_entropy(logits[:, :-1][trained].float(), labels[:, 1:][trained], reduction="sum")
+        total, count = total + losses.item(), count + int(trained.sum())
+    return total / max(1, count)

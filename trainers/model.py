@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import (
 
 from blueprints.errors import DataError, EnvironmentFault, UsageError
 from blueprints.recipe.schema import Recipe
+from blueprints.tokens import add_tokens
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -41,9 +43,31 @@ def load_tokenizer(directory: Path, recipe: Recipe) -> PreTrainedTokenizerBase:
         ) from error
     if recipe.model.chat_template is not None:
         tokenizer.chat_template = recipe.model.chat_template
+    add_tokens(tokenizer, recipe.model.added_tokens)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def new_tokens(directory: Path, recipe: Recipe) -> list[int]:
+    """Ids of `model.added_tokens`."""
+    if not recipe.model.added_tokens:
+        return []
+    ids = load_tokenizer(directory, recipe).convert_tokens_to_ids(list(recipe.model.added_tokens))
+    return [int(token) for token in ids]
+
+
+@torch.no_grad()
+def make_room(model: PreTrainedModel, tokens: Sequence[int]) -> None:
+    """Give new tokens rows in the embeddings, of the input and of the output: the mean of all rows before them."""
+    if not tokens:
+        return
+    if max(tokens) >= model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(max(tokens) + 1, mean_resizing=False)
+    first = min(tokens)
+    for table in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if table is not None:
+            table.weight[list(tokens)] = table.weight[:first].float().mean(dim=0).to(table.weight.dtype)
 
 
 def mixed_precision(recipe: Recipe, device: torch.device) -> bool:
@@ -108,6 +132,7 @@ def load_model(directory: Path, recipe: Recipe, device: torch.device) -> PreTrai
         settings["device_map"] = {"": device.index or 0}
     kernels = ["sdpa", "eager"] if recipe.model.attn_implementation == "auto" else [recipe.model.attn_implementation]
     model = load_causal_lm(directory, kernels, settings)
+    make_room(model, new_tokens(directory, recipe))
     if recipe.training.gradient_checkpointing and not model.supports_gradient_checkpointing:
         raise UsageError(
             f"{type(model).__name__} cannot recompute activations",

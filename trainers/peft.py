@@ -6,27 +6,59 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
+import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
-from torch import nn
+from peft.utils.other import TrainableTokensWrapper
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from blueprints.errors import UsageError
 from blueprints.recipe.schema import LoraConfig
-from trainers.model import elements
+from trainers import earlier_adapter
+from trainers.adapter_state import adapter_state
+from trainers.model import elements, new_tokens
+
+if TYPE_CHECKING:
+    from trainers.run import Run
 
 LAYER_NUMBER = re.compile(r".*?\.[^.]*\.(\d+)\.")
 """PEFT's rule for the index of the layer a module belongs to: the first numbered part of its name."""
 ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention, Conv1D)
 """Kinds of layers that can carry a LoRA adapter."""
+EXPERTS_DIMENSIONS = 3
+"""Experts kept as one weight: experts × out × in."""
 
 
-def adapter_config(lora: LoraConfig, model: PreTrainedModel) -> PeftLoraConfig:
+def with_adapter(run: Run, model: PreTrainedModel) -> tuple[PreTrainedModel | PeftModel, PeftLoraConfig | None]:
+    """What TRL's trainers take as `model` and `peft_config`.
+
+    Returns:
+        the model with the adapter of `lora.from` and None; or the model as it is, and the configuration of the new
+        adapter (None without `lora`).
+
+    Raises:
+        UsageError: see `adapter_config`; the recipe and the adapter of `lora.from` differ.
+        DataError: the adapter of `lora.from` is none, or of another model.
+    """
+    lora = run.recipe.lora
+    if lora is None:
+        return model, None
+    if lora.from_uri is not None:
+        return earlier_adapter.load(model, run.loaded, run.recipe, run.where.root / "adapter"), None
+    return model, adapter_config(lora, model, new_tokens(run.where.model, run.recipe))
+
+
+def adapter_config(lora: LoraConfig, model: PreTrainedModel, tokens: Sequence[int] = ()) -> PeftLoraConfig:
     """The PEFT configuration of `lora` for `model`.
+
+    Args:
+        tokens: ids of added tokens: their rows of the embeddings are trained too.
 
     Raises:
         UsageError: a layer, a pattern or a layer index the recipe names is not in the model, or would have no effect.
@@ -56,9 +88,28 @@ def adapter_config(lora: LoraConfig, model: PreTrainedModel) -> PeftLoraConfig:
         layers_to_transform=lora.layers_to_transform,
         rank_pattern=dict(lora.rank_pattern),
         alpha_pattern=dict(lora.alpha_pattern),
+        target_parameters=lora.target_parameters,
+        trainable_token_indices=_token_rows(lora, model, tokens) or None,
     )
     _check_effect(lora, config, modules, head)
     return config
+
+
+def _token_rows(lora: LoraConfig, model: PreTrainedModel, tokens: Sequence[int]) -> dict[str, list[int]]:
+    """Added tokens by embedding: of the input, and of an output with weights of its own; not where it is trained whole."""
+    if not tokens:
+        return {}
+    tables = [model.get_input_embeddings()]
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is not tables[0].weight:
+        tables.append(head)
+    names = [next(name for name, module in model.named_modules() if module is table) for table in tables]
+    return {name: list(tokens) for name in names if not _matches(lora.modules_to_save or [], name)}
+
+
+def linear_layers(model: PreTrainedModel) -> list[str]:
+    """Names of the layers that `all-linear` means."""
+    return _linear(dict(model.named_modules()), _head_name(model))
 
 
 def _linear(modules: Mapping[str, nn.Module], head: str) -> list[str]:
@@ -78,7 +129,7 @@ def _check_effect(lora: LoraConfig, config: PeftLoraConfig, modules: Mapping[str
         chosen = [name for name in every if check_target_module_exists(config, name)]
     else:
         chosen = [name for name in modules if check_target_module_exists(config, name)]
-    if not chosen:
+    if not chosen and not lora.target_parameters:
         raise UsageError(
             "no layer gets an adapter: lora.exclude_modules, lora.modules_to_save or lora.layers_to_transform leave "
             "none of lora.target_modules",
@@ -92,7 +143,9 @@ def _check_effect(lora: LoraConfig, config: PeftLoraConfig, modules: Mapping[str
                 where="lora.target_modules",
                 todo=f"name linear layers: {', '.join(_endings(_linear(modules, head)))}",
             )
-    _check_entries(lora, chosen)
+    # Weights of their own have the pattern's rank by the name of the module they are in.
+    weights = [name.rpartition(".")[0] for name in _target_weights(lora, modules)]
+    _check_entries(lora, [*chosen, *weights])
     _check_whole(lora, modules)
 
 
@@ -156,6 +209,42 @@ def _pattern_fits(pattern: str, name: str) -> bool:
 
 def _layer_numbers(layers: int | list[int] | None) -> list[int]:
     return [] if layers is None else [layers] if isinstance(layers, int) else layers
+
+
+def _target_weights(lora: LoraConfig, modules: Mapping[str, nn.Module]) -> list[str]:
+    """Parameters that `target_parameters` names, by PEFT's rule; not those of layers, which have adapters of their own.
+
+    Raises:
+        UsageError: an entry names none, or the weight of a layer.
+    """
+    found = []
+    for entry in lora.target_parameters or []:
+        names = [
+            f"{module_name}.{name}"
+            for module_name, module in modules.items()
+            for name, _ in module.named_parameters(recurse=False)
+            if f"{module_name}.{name}".endswith(f".{entry}") or f"{module_name}.{name}" == entry
+        ]
+        layers = [name for name in names if isinstance(modules[name.rpartition(".")[0]], ADAPTABLE)]
+        if layers:
+            raise UsageError(
+                f"{layers[0]!r} is the weight of a layer",
+                where="lora.target_parameters",
+                todo="name the layer in lora.target_modules",
+            )
+        if not names:
+            own = sorted(
+                {
+                    f"{module_name.rpartition('.')[2]}.{name}"
+                    for module_name, module in modules.items()
+                    for name, weight in module.named_parameters(recurse=False)
+                    if weight.dim() == EXPERTS_DIMENSIONS
+                }
+            )
+            hint = f"weights of experts are: {', '.join(own)}" if own else "the model has no experts kept as one weight"
+            raise UsageError(f"the model has no parameter {entry!r}", where="lora.target_parameters", todo=hint)
+        found += names
+    return found
 
 
 def _check_names(lora: LoraConfig, modules: dict[str, nn.Module]) -> None:
@@ -227,6 +316,9 @@ def expected_trainable(model: PeftModel, lora: LoraConfig) -> int:
         if lora.modules_to_save and _matches(lora.modules_to_save, name) and not isinstance(module, BaseTunerLayer):
             whole = model.base_model.get_submodule(f"model.{name}.original_module")
             total += sum(map(elements, whole.parameters()))
+        if isinstance(module, TrainableTokensWrapper) and module.token_adapter.tied_adapter is None:
+            rows = len(module.token_adapter.token_indices["default"])
+            total += rows * module.original_module.weight.shape[1]
     return total + _trained_biases(base, layers, lora)
 
 
@@ -250,3 +342,63 @@ def _trained_biases(base: nn.Module, layers: dict[str, LoraLayer], lora: LoraCon
         adapted = any(name.startswith(f"{layer}.") for layer in layers)
         total += elements(parameter) if lora.bias == "all" or adapted else 0
     return total
+
+
+def complete_heads(model: nn.Module) -> None:
+    """Give the head a `bias` where PEFT has wrapped it for added tokens: TRL computes the loss from the head's `weight`
+    and `bias`, and PEFT's wrapper has the first alone."""
+    for module in model.modules():
+        if isinstance(module, TrainableTokensWrapper) and isinstance(module.original_module, nn.Linear):
+            # Past nn.Module's own rule, which would make a second parameter of it.
+            object.__setattr__(module, "bias", module.original_module.bias)
+
+
+def taken_from_base(model: nn.Module) -> dict[str, Tensor]:
+    """A and B as the adapter starts, where `init_lora_weights` has taken them out of the base weights; else nothing.
+
+    Call it before the first step and before a checkpoint is loaded.
+
+    Returns:
+        by their names in the saved adapter, on the CPU.
+    """
+    if not isinstance(model, PeftModel) or model.peft_config["default"].init_lora_weights not in ("pissa", "olora"):
+        return {}
+    state = adapter_state(model)
+    return {name: state[name].detach().cpu().clone() for name in state if ".lora_A." in name or ".lora_B." in name}
+
+
+def on_untouched_base(state: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a plain adapter for the base as it was before `start` was taken out of it.
+
+    The base of training is W - s B₀A₀, so W - s B₀A₀ + s BA = W + s [B, -B₀][A; A₀] with the scale s: an adapter of
+    twice the rank (as PEFT converts PiSSA, arXiv:2404.02948 appendix C).
+
+    Args:
+        state: the trained adapter.
+        start: see `taken_from_base`.
+    """
+    found = dict(state)
+    for name, before in start.items():
+        old = before.to(state[name])
+        found[name] = torch.cat(
+            [state[name], old] if ".lora_A." in name else [state[name], -old], dim=int(".lora_B." in name)
+        )
+    return found
+
+
+def config_on_untouched_base(config: dict[str, object]) -> dict[str, object]:
+    """The saved configuration of `on_untouched_base`: twice the rank, the same scale."""
+    factor = 2**0.5 if config["use_rslora"] else 2
+
+    def times(value: object, by: float) -> object:
+        if isinstance(value, dict):
+            return {name: times(item, by) for name, item in value.items()}
+        return value * by if isinstance(value, int | float) else value
+
+    scaled = {key: times(config[key], factor) for key in ("lora_alpha", "alpha_pattern")}
+    return (
+        config
+        | scaled
+        | {"r": times(config["r"], 2), "rank_pattern": times(config["rank_pattern"], 2)}
+        | {"init_lora_weights": True}
+    )

@@ -13,22 +13,26 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
+from peft import PeftModel
 from safetensors.torch import save_file
 from torch import nn
 
 from blueprints.errors import ExitCode, JobFailedError
+from trainers.adapter_state import adapter_state
 from trainers.checkpoint import write_json
+from trainers.peft import on_untouched_base
 
 KEPT_LOGITS = 8_000_000
 """Logits kept for the proof: 32 MB. With a large vocabulary the last positions of each row are compared."""
 ROW_TOKENS = 512
 """Tokens of a row that are fed to the model, at most."""
+NO_START: Mapping[str, torch.Tensor] = {}
+"""Of an adapter that has taken nothing out of its base."""
 TORCHRUN_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
     "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
@@ -45,6 +49,7 @@ class Expectation:
         base: the base model's directory, for an adapter.
         load: how to load: dtype, attention kernel, 4-bit settings, device, autocast.
         tolerance: largest difference of a logit allowed, before scaling by the logits' spread.
+        start: what the adapter has taken out of the base, see `trainers.peft.taken_from_base`.
         scaled: whether the bound grows with the spread of the logits (not where the recipe names a tolerance).
     """
 
@@ -54,6 +59,7 @@ class Expectation:
     load: Mapping[str, Any]
     tolerance: float
     scaled: bool
+    start: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def tensor_hash(tensor: torch.Tensor) -> str:
@@ -64,15 +70,18 @@ def tensor_hash(tensor: torch.Tensor) -> str:
     return hashlib.sha256(values.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def hashes(model: nn.Module, state: Mapping[str, torch.Tensor] | None = None) -> dict[str, str]:
+def hashes(
+    model: nn.Module, start: Mapping[str, torch.Tensor] = NO_START, state: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, str]:
     """sha256 of every tensor the artifact must hold: the adapter's, or all of the model's.
 
     Args:
+        start: what the adapter has taken out of the base, see `trainers.peft.taken_from_base`.
         state: the weights by name, of a sharded model; None: the model holds them.
     """
     tensors: dict[str, torch.Tensor]
     if isinstance(model, PeftModel):
-        tensors = get_peft_model_state_dict(model, state_dict=None if state is None else dict(state))
+        tensors = on_untouched_base(adapter_state(model, state), start)
     elif state is None:
         tensors = dict(model.named_parameters())
     else:
@@ -135,7 +144,7 @@ def expect(
             "tolerance": what.tolerance,
             "bound": what.tolerance * max(1.0, spread) if what.scaled else what.tolerance,
             # Merging makes other tensors of them: there the logits alone are compared.
-            "tensors": {} if what.kind == "merged" else hashes(model, state),
+            "tensors": {} if what.kind == "merged" else hashes(model, what.start, state),
         },
     )
     return path

@@ -112,15 +112,26 @@ def reload(specification: dict[str, Any], output: Path, faults: list[str]) -> An
         for word in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             faults += _listed(f"{word.partition('_')[0]} weights", sorted(str(key) for key in report[word]))
         return model
-    from peft import PeftModel, get_peft_model_state_dict
+    from peft import PeftModel
     from safetensors import safe_open
+
+    from trainers.adapter_state import adapter_state
+
+    _make_room(model, specification)
 
     model = PeftModel.from_pretrained(model, artifact, autocast_adapter_dtype=not load["quantization"])
     with safe_open(artifact / "adapter_model.safetensors", framework="pt") as file:
         saved = set(file.keys())
-    wanted = set(get_peft_model_state_dict(model))
+    wanted = set(adapter_state(model))
     faults += _listed("missing weights", sorted(wanted - saved)) + _listed("unexpected weights", sorted(saved - wanted))
     return model
+
+
+def _make_room(model: Any, specification: dict[str, Any]) -> None:
+    """Rows for added tokens, as `AutoPeftModelForCausalLM` makes them: their values come with the adapter."""
+    rows = specification["load"]["vocabulary"]
+    if rows > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(rows, mean_resizing=False)
 
 
 def _tensor_faults(live: dict[str, str], saved: dict[str, str]) -> list[str]:

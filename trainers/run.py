@@ -17,7 +17,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,17 @@ from blueprints.measures import measures as measured
 from blueprints.progress import Progress
 from blueprints.recipe import LoadedRecipe
 from blueprints.recipe.schema import Recipe
-from trainers import proof, prove, report, sharding
+from trainers import earlier_adapter, proof, prove, report, sharding
+from trainers.adapter_state import save_without_embeddings
 from trainers.artifact import save_artifact
 from trainers.callbacks import FirstStepChecks, SignsOfLife, StepReports, StopOnRequest, duration
 from trainers.checkpoint import Checkpoint, ResumableTrainer, newest_valid
 from trainers.data import read_manifest
 from trainers.mask import for_terminal
 from trainers.measures import BeforeStepOne, Measures
+from trainers.memory import check_installed
 from trainers.model import mixed_precision
+from trainers.peft import complete_heads, taken_from_base
 from trainers.process import STOP, Workspace, World, say, workspace, world
 from trainers.record import Record
 from trainers.settings import Setting, assert_settings, check_world, model_settings
@@ -52,7 +55,7 @@ class Run:
 
     Attributes:
         loaded: the recipe with where each value came from.
-        recipe: the resolved recipe.
+        recipe: the resolved recipe, with what an earlier adapter (`lora.from`) decides.
         world: this process among the others.
         where: the workspace's directories.
         record: the run's `run.json`.
@@ -60,9 +63,11 @@ class Run:
         source: the manifest of the model.
         reports, stop: callbacks that `callbacks` gives to the trainer.
         measures: set by `fit`.
+        start: set by `fit`: what the adapter has taken out of the base, see `trainers.peft.taken_from_base`.
     """
 
     loaded: LoadedRecipe
+    recipe: Recipe
     world: World
     where: Workspace
     record: Record
@@ -71,11 +76,8 @@ class Run:
     reports: StepReports
     stop: StopOnRequest
     measures: Measures | None = None
+    start: Mapping[str, torch.Tensor] = field(default_factory=dict)
     finished: bool = False
-
-    @property
-    def recipe(self) -> Recipe:
-        return self.loaded.recipe
 
     @property
     def strategy(self) -> str:
@@ -110,7 +112,7 @@ class Run:
 
     def callbacks(self) -> list[TrainerCallback]:
         """What every trainer must be given: reports, stopping on request, checks of the first step."""
-        return [self.reports, self.stop, FirstStepChecks(self.world), SignsOfLife()]
+        return [self.reports, self.stop, FirstStepChecks(self.world, self.recipe.training), SignsOfLife()]
 
     def arguments(self) -> dict[str, Any]:
         """Transformers' TrainingArguments that all methods share: every one that matters is said by the recipe, none
@@ -138,6 +140,9 @@ class Run:
             "adam_epsilon": training.adam_epsilon,
             "optim": training.optim,
             "neftune_noise_alpha": training.neftune_noise_alpha,
+            "use_liger_kernel": training.use_liger_kernel,
+            # Only the trainers that have it know the name; the recipe's rules refuse it for the others.
+            **({"activation_offloading": True} if training.activation_offloading else {}),
             "seed": training.seed,
             "data_seed": training.data_seed,
             "remove_unused_columns": False,
@@ -179,16 +184,23 @@ class Run:
             JobFailedError: a setting is not as asked, the training diverged.
         """
         self.measures = measures
+        check_installed(self.recipe, trainer.language_model)
+        complete_heads(trainer.language_model)
+        if isinstance(trainer.language_model, PeftModel):
+            save_without_embeddings(trainer.language_model)
+        self.start = taken_from_base(trainer.language_model)
         trainer.remove_callback(PrinterCallback)
         trainer.log_every = self.recipe.training.logging_steps
         trainer.keep = self.recipe.training.save_total_limit
         self.stop.trainer = trainer
         checkpoint = resume_point(self.where.output, trainer)
+        earlier = self._earlier_adapter(trainer)  # while the model is whole
 
         def effective() -> None:
             lines = [
                 *common_settings(trainer, self.recipe),
                 *sharding.sharding_settings(trainer, self.strategy, self.world),
+                *earlier,
                 *(settings() if callable(settings) else settings),
                 Setting("resumed from", "", checkpoint.path.name if checkpoint else "nothing: first start"),
             ]
@@ -207,6 +219,12 @@ class Run:
             say(f"stopped on request at step {step}: run the same command again to go on from there")
             raise SystemExit(int(ExitCode.TERMINATED))
         STOP.at_once()
+
+    def _earlier_adapter(self, trainer: ResumableTrainer) -> list[Setting]:
+        if self.recipe.lora is None or self.recipe.lora.from_uri is None:
+            return []
+        seen = earlier_adapter.check_start(trainer.language_model, self.recipe, self.where.root / "adapter")
+        return [Setting("goes on from", "", seen)]
 
     def finish(
         self, trainer: ResumableTrainer, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]]
@@ -227,11 +245,17 @@ class Run:
         )  # of all ranks, like the proof's forward passes
         if self.world.main:
             artifact = save_artifact(
-                trainer.language_model, tokenizer, self.recipe, dict(self.source), self.where.output, state
+                trainer.language_model,
+                tokenizer,
+                self.loaded.recipe,
+                dict(self.source),
+                self.where.output,
+                self.start,
+                state,
             )
             say(f"saved {artifact}")
         if self.world.main or sharding.synced(self.strategy):
-            expect_proofs(proofs, trainer, self.recipe, rows, state)
+            expect_proofs(proofs, trainer, self.recipe, rows, self.start, state)
         if self.world.main and self.device.type == "cpu":
             proofs.start()  # imports and loads while the evaluation runs; a GPU has no memory to spare for it
         assert self.measures is not None
@@ -277,7 +301,8 @@ def execute(method: Method, loaded: LoadedRecipe, overrides: tuple[str, ...]) ->
         device = torch.device("cpu" if recipe.resources.gpu == 0 else "cuda")
         reports = StepReports(where.output / "metrics.jsonl", progress, main=here.main)
         stop = StopOnRequest(here, device)
-        run = Run(loaded, here, where, record, progress, read_manifest(where.model), reports, stop)
+        used = earlier_adapter.effective(loaded, where.root / "adapter")
+        run = Run(loaded, used, here, where, record, progress, read_manifest(where.model), reports, stop)
         method(run)
         if not run.finished:
             raise JobFailedError(
@@ -348,6 +373,7 @@ def common_settings(trainer: ResumableTrainer, recipe: Recipe) -> list[Setting]:
         Setting("world size", str(asked), str(seen), seen == asked),
         *model_settings(trainer.language_model, recipe, args.device, args.bf16),
         Setting("gradient checkpointing", "", "on" if args.activation_checkpointing else "off"),
+        Setting("activation offloading", "", "on" if recipe.training.activation_offloading else "off"),
         Setting("NEFTune noise", "", f"{args.neftune_noise_alpha or 'off'}"),
         Setting("optimizer", recipe.training.optim, optimizer, recipe.training.optim == optimizer),
         Setting("seed", "", f"{args.seed}, data {args.data_seed}"),
@@ -402,11 +428,12 @@ def expect_proofs(
     trainer: ResumableTrainer,
     recipe: Recipe,
     rows: Sequence[Sequence[int]],
+    start: Mapping[str, torch.Tensor],
     state: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Keep what the live model computes on `rows`, for the artifact and, if asked for, the merged model."""
     kind = "adapter" if recipe.lora else "model"
-    proofs.expect(trainer.language_model, rows, expectation(kind, kind, trainer, recipe), state)
+    proofs.expect(trainer.language_model, rows, expectation(kind, kind, trainer, recipe, start), state)
     if recipe.lora and recipe.output.merge:
         proofs.expect(trainer.language_model, rows, expectation("merged", "model", trainer, recipe), state)
 
@@ -427,7 +454,9 @@ def free_memory(trainer: ResumableTrainer) -> None:
         torch.cuda.empty_cache()
 
 
-def expectation(kind: str, artifact: str, trainer: ResumableTrainer, recipe: Recipe) -> proof.Expectation:
+def expectation(
+    kind: str, artifact: str, trainer: ResumableTrainer, recipe: Recipe, start: Mapping[str, torch.Tensor] | None = None
+) -> proof.Expectation:
     """How an artifact is to be reloaded, and how close it must come."""
     model, args = trainer.language_model, trainer.args
     base = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -448,7 +477,9 @@ def expectation(kind: str, artifact: str, trainer: ResumableTrainer, recipe: Rec
             "quantization": quantised,
             "device": "cpu" if args.device.type == "cpu" else str(args.device),
             "bf16": args.bf16,
+            "vocabulary": int(base.get_input_embeddings().weight.shape[0]),
         },
+        start=start or {},
         tolerance=default if tolerance is None else tolerance,
         scaled=tolerance is None,
     )

@@ -12,7 +12,7 @@ from trainers.data import PreparedData, first_ids, open_prepared, with_labels
 from trainers.mask import mask_proof
 from trainers.measures import Measures
 from trainers.model import embedding_rows, load_model, load_tokenizer
-from trainers.peft import adapter_config
+from trainers.peft import with_adapter
 from trainers.run import Run, refusals, schedule_settings
 from trainers.settings import Setting, isolation
 
@@ -43,13 +43,14 @@ def train(run: Run) -> None:
     rows = with_labels(data.train)
     held_out = with_labels(data.eval).select(range(min(len(data.eval), recipe.eval.max_rows))) if data.eval else None
     with refusals():
+        model, adapter = with_adapter(run, model)
         trainer = Trainer(
             model=model,
             args=args,
             train_dataset=rows,
             eval_dataset=held_out,
             processing_class=tokenizer,
-            peft_config=adapter_config(recipe.lora, model) if recipe.lora else None,
+            peft_config=adapter,
             callbacks=run.callbacks(),
         )
     run.fit(

@@ -150,6 +150,34 @@ def _migrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", action="store_true", help=what)
 
 
+def _rows(text: str) -> int:
+    rows = int(text)
+    if rows < 1:
+        raise ValueError(text)
+    return rows
+
+
+_rows.__name__ = "number of at least 1"
+
+
+def _eval(parser: argparse.ArgumentParser) -> None:
+    _job(parser)
+    parser.add_argument("--dataset", metavar="URI", help="rows to evaluate on (default: those that the job held out)")
+    parser.add_argument(
+        "--split", metavar="NAME", help="split of --dataset (default: its held-out split, else its training split)"
+    )
+    parser.add_argument(
+        "--metric", metavar="NAME", action="append",
+        help="exact_match, numeric_match, ... or package.module:function; may be given several times (default: the recipe's)",
+    )  # fmt: skip
+    parser.add_argument("--max-rows", metavar="N", type=_rows, help="use the first N rows (default: the recipe's)")
+    parser.add_argument("--max-new-tokens", metavar="N", type=_rows, help="longest answer (default: the recipe's)")
+    parser.add_argument("--harness", choices=("lm_eval",), help="evaluate by lm-evaluation-harness, with --tasks")
+    parser.add_argument("--tasks", metavar="A,B", help="tasks of the harness")
+    parser.add_argument("--include-path", metavar="DIR", help="directory with tasks of your own for the harness")
+    _json(parser)
+
+
 def _nothing(_parser: argparse.ArgumentParser) -> None:
     pass
 
@@ -253,6 +281,19 @@ JOB_VERBS = (
         _wait,
         "",
         ("blueprints wait chats", "blueprints wait chats --timeout 600"),
+    ),
+    Verb(
+        "eval",
+        "compare a finished job's base and tuned model on any rows",
+        "blueprints.cli.evaluation:evaluate",
+        _eval,
+        "Held-out loss, metrics of generated answers and samples of both models; or tasks of lm-evaluation-harness. The "
+        "result is also kept in the job's output/evals.",
+        (
+            "blueprints eval chats",
+            "blueprints eval chats --dataset file:///data/test.jsonl --metric exact_match --metric rouge_l",
+            "blueprints eval chats --harness lm_eval --tasks hellaswag --max-rows 100",
+        ),
     ),
     Verb(
         "delete",

@@ -240,6 +240,22 @@ def _methods_own_training(at: Checked) -> Iterator[Fault]:
         yield at.fault("training.activation_offloading", "a method of one's own has no activation offloading", "false")
 
 
+def _reference_by_adapter(at: Checked) -> Iterator[Fault]:
+    """With an adapter the reference is the model with it switched off, which must be the base."""
+    lora = at.recipe.lora
+    if lora is None or at.recipe.method not in ("ppo", "grpo"):
+        return
+    why = f"the reference of {at.recipe.method} is the model with the adapter switched off, which"
+    if lora.init_lora_weights in ("pissa", "olora"):
+        yield at.fault(
+            "lora.init_lora_weights",
+            f"{why} would lack what `{lora.init_lora_weights}` takes out of the base",
+            f"true, gaussian or orthogonal with {at.recipe.method}",
+        )
+    if lora.bias != "none":
+        yield at.fault("lora.bias", f"{why} would keep the trained biases", f"none with {at.recipe.method}")
+
+
 def _added_tokens(at: Checked) -> Iterator[Fault]:
     added = at.recipe.model.added_tokens
     twice = sorted({token for token in added if added.count(token) > 1})
@@ -250,6 +266,12 @@ def _added_tokens(at: Checked) -> Iterator[Fault]:
             "model.added_tokens",
             "the teacher has no such tokens, and distillation compares the two models token by token",
             "no added tokens with `distill.teacher`",
+        )
+    if added and at.recipe.resources.strategy in ("fsdp", "zero3"):
+        yield at.fault(
+            "model.added_tokens",
+            f"embeddings cannot be made longer once `resources.strategy: {at.recipe.resources.strategy}` has sharded them",
+            "ddp or zero2 with added tokens",
         )
 
 
@@ -517,6 +539,7 @@ RULES: tuple[Rule, ...] = (
     _adapters,
     _experts,
     _methods_own_training,
+    _reference_by_adapter,
     _added_tokens,
     _patterns,
     _half_precision,
