@@ -173,13 +173,23 @@ class TrainJob:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to a job or a step."""
+    """Something that happened to a job or a step.
+
+    Attributes:
+        involved_object_kind: `TrainJob`, `JobSet`, `Job`, `Pod`, ...
+        involved_object_name: which one.
+        message: what happened.
+        reason: the same in one word.
+        event_time: when, the last time.
+        type: `Normal` or `Warning`.
+    """
 
     involved_object_kind: str
     involved_object_name: str
     message: str
     reason: str
     event_time: datetime
+    type: str = "Normal"
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,10 @@ class Request:
 Fault = Callable[[Request], bool]
 
 
-def status_object(code: int, message: str) -> Manifest:
+def status_object(code: int, message: str, **details: str) -> Manifest:
     """The API server's own error."""
-    return {"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": message, "code": code}
+    status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": message, "code": code}
+    return status | ({"details": details} if details else {})
 
 
 @dataclass
@@ -78,6 +79,14 @@ class ApiServer:
     requests: list[str] = field(default_factory=list)
     admission: list[Callable[[Manifest], str | None]] = field(default_factory=list)
     """Each may refuse a created object with a message."""
+    roles: list[Manifest] | None = None
+    """ClusterRoles that the caller has; None: all rights."""
+    groups: frozenset[str] = frozenset({"", "batch", "trainer.kubeflow.org", "jobset.x-k8s.io"})
+    """API groups that this server knows."""
+    used: set[tuple[str, str, str]] = field(default_factory=set)
+    """The rights (group, resource, verb) that the requests so far needed."""
+    bodies: list[tuple[str, str, Manifest | None]] = field(default_factory=list)
+    """Method, path and body of every request that carried one."""
 
     def __post_init__(self) -> None:
         self.objects: dict[tuple[str, str], Manifest] = {}
@@ -91,7 +100,7 @@ class ApiServer:
         handler = type("Handler", (_Handler,), {"server_state": self})
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._http.daemon_threads = True
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+        threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
 
     @property
     def url(self) -> str:
@@ -140,11 +149,15 @@ class ApiServer:
         return item
 
     def remove(self, plural: str, name: str) -> None:
-        """Delete an object."""
+        """Delete an object, and what it owns, as the garbage collector does."""
         key = (self._collection(plural, None if plural in CLUSTER_SCOPED else self.namespace), name)
         with self.condition:
             item = copy.deepcopy(self.objects.pop(key))
             self._store(key, item, "DELETED")
+        for (collection, owned), other in list(self.objects.items()):
+            owners = other["metadata"].get("ownerReferences") or []
+            if any(owner.get("uid") == item["metadata"]["uid"] for owner in owners):
+                self.remove(collection.partition("/")[2], owned)
 
     def all(self, plural: str) -> dict[str, Manifest]:
         """The objects of a collection by name."""
@@ -193,12 +206,15 @@ def merged(base: Any, change: Any) -> Any:
 
 
 def matches(item: Manifest, labels: str, fields: str) -> bool:
-    """Whether an object fits equality selectors and `in (...)`."""
+    """Whether an object fits selectors: equality, existence and `in (...)`."""
     has = item["metadata"].get("labels") or {}
     for part in [part for part in _split(labels) if part]:
         if " in (" in part:
             key, _, values = part.partition(" in (")
             if has.get(key.strip()) not in values.rstrip(")").split(","):
+                return False
+        elif "=" not in part:
+            if part not in has:
                 return False
         elif has.get(part.partition("=")[0]) != part.partition("=")[2].lstrip("="):
             return False
@@ -224,6 +240,7 @@ def _split(labels: str) -> list[str]:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     server_state: ApiServer
 
     def log_message(self, *_: object) -> None:
@@ -252,6 +269,8 @@ class _Handler(BaseHTTPRequestHandler):
         query = {key: values[-1] for key, values in parse_qs(parts.query).items()}
         body = yaml.safe_load(raw) if raw else None
         request = Request(self.command, parts.path, query, body, self)
+        if body is not None:
+            self.server_state.bodies.append((self.command, parts.path, body))
         self.server_state.requests.append(f"{self.command} {self.path}")
         if self.headers.get("Authorization") != "Bearer t0ken":
             request.refuse(401, "Unauthorized")
@@ -264,12 +283,21 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self, request: Request) -> None:
         words = request.path.strip("/").split("/")
+        group = "" if words[0] == "api" else words[1]
+        if group not in self.server_state.groups:
+            self._plain(404, "404 page not found\n")
+            return
         words = words[2:] if words[0] == "api" else words[3:]
         namespace = None
         if words[0] == "namespaces" and len(words) > 2:
             namespace, words = words[1], words[2:]
         plural, name, sub = words[0], words[1] if len(words) > 1 else "", words[2] if len(words) > 2 else ""
         collection = f"{namespace or ''}/{plural}"
+        if not self._may(request, group, plural, name, sub):
+            resource = f"{plural}/{sub}" if sub else plural
+            said = f'{resource} is forbidden: User "u" cannot do this in API group "{group}" in the namespace "{namespace}"'
+            request.refuse(403, said)
+            return
         if sub == "log":
             self._log(request, name)
         elif request.method == "GET" and not name and request.query.get("watch"):
@@ -278,6 +306,24 @@ class _Handler(BaseHTTPRequestHandler):
             self._list(request, collection)
         else:
             self._object(request, plural, namespace, collection, name)
+
+    def _may(self, request: Request, group: str, plural: str, name: str, sub: str) -> bool:
+        """Whether one of the roles has the right, as an authorizer decides it."""
+        read = "get" if name else "watch" if request.query.get("watch") else "list"
+        verb = {"GET": read, "POST": "create", "PATCH": "patch", "DELETE": "delete", "PUT": "update"}[request.method]
+        resource = f"{plural}/{sub}" if sub else plural
+        self.server_state.used.add((group, resource, verb))
+        return self.server_state.roles is None or any(
+            group in rule["apiGroups"] and resource in rule["resources"] and verb in rule["verbs"]
+            for role in self.server_state.roles for rule in role["rules"]
+        )  # fmt: skip
+
+    def _plain(self, status: int, text: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "text/plain")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
 
     def _object(self, request: Request, plural: str, namespace: str | None, collection: str, name: str) -> None:
         state, body = self.server_state, request.body or {}
@@ -296,7 +342,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         is_apply = "apply-patch" in (self.headers.get("Content-Type") or "")
         if there is None and not is_apply:
-            request.refuse(404, f'{plural} "{name}" not found')
+            request.answer(404, status_object(404, f'{plural} "{name}" not found', name=name, kind=plural))
         elif request.method == "GET":
             request.answer(200, there)
         elif request.method == "PATCH":
@@ -329,7 +375,8 @@ class _Handler(BaseHTTPRequestHandler):
         request.answer(200, {"kind": "List", "apiVersion": "v1", "metadata": metadata, "items": page})
 
     def _log(self, request: Request, pod: str) -> None:
-        key = (pod, request.query.get("container", ""))
+        previous = "!previous" if request.query.get("previous") == "true" else ""
+        key = (pod, request.query.get("container", "") + previous)
         state = self.server_state
         if key not in state.logs:
             request.refuse(400, f'container "{key[1]}" in pod "{pod}" is waiting to start: ContainerCreating')

@@ -281,7 +281,7 @@ def test_client_may_not_read_secrets() -> None:
     for rule in rules:
         assert not set(itertools.chain(rule["resources"], rule["verbs"], rule["apiGroups"])) & {"*"}
         if "secrets" in rule["resources"]:
-            assert set(rule["verbs"]) == {"create", "patch", "delete"}
+            assert set(rule["verbs"]) == {"create"}
 
 
 def test_images_are_pinned_by_a_kustomization_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,6 +45,12 @@ class StepStatus:
     index: int
     gpus: int = 0
     """GPUs it asks for."""
+    device: str = ""
+    """What it computes on: `gpu`, `tpu`, `mig-1g.10gb`, ... or `cpu`; empty: told by `gpus`."""
+    device_count: int = 0
+    """How many; 0: not limited, or told by `gpus`."""
+    pod: str = ""
+    """Name of its newest Pod; empty on this machine."""
     status: str = "Pending"
     """`Pending`, `Running`, `Succeeded` or `Failed`: the phases of a Pod."""
     pid: int | None = None
@@ -64,9 +70,9 @@ class JobStatus:
     runtime: str
     num_nodes: int
     state: str = CREATED
-    """`Created`, `Running`, `Complete` or `Failed`."""
+    """`Created`, `Running`, `Complete` or `Failed`; in a cluster also `Suspended`, `Queued` and `Initializing`."""
     reason: str = ""
-    """Why it failed, in one word: `StepFailed`, `Stopped`, `DeadlineExceeded`, `SupervisorLost`, ..."""
+    """Why it failed or does not go on, in one word: `StepFailed`, `Stopped`, `DeadlineExceeded`, `Unschedulable`, ..."""
     message: str = ""
     todo: str = ""
     exit_code: int | None = None

@@ -7,6 +7,7 @@ data. What the server or the network answers is translated here into this produc
 from __future__ import annotations
 
 import json
+import os
 import random
 import threading
 import time
@@ -30,10 +31,13 @@ ATTEMPTS = 6
 """Times a call is tried."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 8.0
 """Seconds before the second attempt, doubled each time, and the most of it; a server's Retry-After counts instead."""
-CONNECT_SECONDS, READ_SECONDS = 10.0, 60.0
+CONNECT_SECONDS, READ_SECONDS = 5.0, 60.0
 WATCH_SECONDS = 240
 """A watch is asked to end after so long, and begun again."""
+PRODUCTS = {"trainer.kubeflow.org": "Kubeflow Trainer", "jobset.x-k8s.io": "JobSet", "kueue.x-k8s.io": "Kueue"}
+"""What brings a group of kinds into a cluster."""
 TRANSIENT = (408, 429, 500, 502, 503, 504)
+DEFAULT_CONFIG = Path("~/.kube/config")
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
@@ -53,6 +57,10 @@ class Kind:
         parts = [root, *(["namespaces", quote(namespace, safe="")] if self.namespaced else []), self.plural]
         return "/".join([*parts, *([quote(name, safe="")] if name else []), *([sub] if sub else [])])
 
+    def named(self, item: Manifest) -> Manifest:
+        """An item of a list with the kind and version that lists leave out."""
+        return {"apiVersion": f"{self.group}/{self.version}" if self.group else self.version, "kind": self.kind, **item}
+
 
 TRAINJOBS = Kind("TrainJob", "trainjobs", "trainer.kubeflow.org", "v1alpha1")
 CLUSTER_RUNTIMES = Kind(
@@ -61,11 +69,11 @@ CLUSTER_RUNTIMES = Kind(
 RUNTIMES = Kind("TrainingRuntime", "trainingruntimes", "trainer.kubeflow.org", "v1alpha1")
 JOBSETS = Kind("JobSet", "jobsets", "jobset.x-k8s.io", "v1alpha2")
 JOBS = Kind("Job", "jobs", "batch")
-WORKLOADS = Kind("Workload", "workloads", "kueue.x-k8s.io", "v1beta1")
+WORKLOADS = tuple(Kind("Workload", "workloads", "kueue.x-k8s.io", version) for version in ("v1beta1", "v1beta2"))
+"""Kueue serves the older version, the newer one or both."""
 PODS = Kind("Pod", "pods")
 EVENTS = Kind("Event", "events")
 SECRETS = Kind("Secret", "secrets")
-CONFIG_MAPS = Kind("ConfigMap", "configmaps")
 CLAIMS = Kind("PersistentVolumeClaim", "persistentvolumeclaims")
 
 
@@ -80,6 +88,11 @@ class ApiError(EnvironmentFault):
     def __init__(self, problem: str, *, where: str, todo: str, status: int, body: Mapping[str, Any]) -> None:
         super().__init__(problem, where=where, todo=todo)
         self.status, self.body = status, body
+
+    @property
+    def unknown_kind(self) -> bool:
+        """Whether the server does not know the kind of object at all; of a missing object it says which one."""
+        return self.status == 404 and not (self.body.get("details") or {}).get("name")
 
 
 class GoneError(Exception):
@@ -120,7 +133,8 @@ class Cluster:
             UsageError: there is no configuration, or no such context.
         """
         configuration = kubernetes_client.Configuration()
-        in_pod = NAMESPACE_FILE.exists() and kubeconfig is None and context is None
+        named = kubeconfig or context or os.environ.get("KUBECONFIG") or DEFAULT_CONFIG.expanduser().exists()
+        in_pod = NAMESPACE_FILE.exists() and not named
         try:
             if in_pod:
                 kubernetes_config.load_incluster_config(client_configuration=configuration)
@@ -151,11 +165,15 @@ class Cluster:
         return self._json("GET", kind.path(self.namespace, name))
 
     def find(self, kind: Kind, name: str) -> Manifest | None:
-        """One object, None if there is none."""
+        """One object, None if there is none.
+
+        Raises:
+            ApiError: also where the cluster does not know that kind of object.
+        """
         try:
             return self.get(kind, name)
         except ApiError as error:
-            if error.status == 404:
+            if error.status == 404 and not error.unknown_kind:
                 return None
             raise
 
@@ -180,7 +198,7 @@ class Cluster:
         """All objects of a kind that match the selectors."""
         found: list[Manifest] = []
         for page in self.pages(kind, labels=labels, fields=fields):
-            found += [{"kind": kind.kind, **item} for item in page.get("items") or []]
+            found += [kind.named(item) for item in page.get("items") or []]
         return found
 
     def create(self, kind: Kind, body: Manifest, *, dry_run: bool = False) -> Manifest:
@@ -237,13 +255,21 @@ class Cluster:
         return True
 
     def log(
-        self, pod: str, container: str, *, follow: bool = False, since: str | None = None, tail: int | None = None
+        self,
+        pod: str,
+        container: str,
+        *,
+        follow: bool = False,
+        since: str | None = None,
+        tail: int | None = None,
+        previous: bool = False,
     ) -> Iterator[str]:
         """Lines of a container's log, each with its time in front (RFC 3339, then a space).
 
         Args:
             since: only lines from this time on (whole seconds count).
             tail: only so many lines, the last ones.
+            previous: of the container before it was started again.
 
         Raises:
             ApiError: the log cannot be read; a cut connection ends the iteration instead.
@@ -251,6 +277,7 @@ class Cluster:
         query = [("container", container), ("timestamps", "true"), ("follow", str(follow).lower())]
         query += [("sinceTime", since)] if since else []
         query += [("tailLines", str(tail))] if tail is not None else []
+        query += [("previous", "true")] if previous else []
         response = self._call("GET", PODS.path(self.namespace, pod, "log"), query=query, stream=True)
         try:
             yield from _lines(response)
@@ -348,7 +375,7 @@ class Cluster:
                 if error.status >= 500 and unsure is not None:
                     unsure.append(attempt)
             except urllib3.exceptions.HTTPError as error:
-                if attempt == self.attempts:
+                if attempt == self.attempts or "CERTIFICATE_VERIFY_FAILED" in str(error):
                     raise self._unreachable(method, path, error) from None
                 if unsure is not None:
                     unsure.append(attempt)
@@ -370,12 +397,25 @@ class Cluster:
             409: "another object or owner is there already",
             422: "correct what it names",
         }.get(error.status, "see what the server says")
-        where = f"{method} {path}"
-        return ApiError(said, where=where, todo=todo, status=int(error.status or 0), body=body)
+        where = f"{method} {self.server}{path}"
+        refusal = ApiError(said, where=where, todo=todo, status=int(error.status or 0), body=body)
+        if refusal.unknown_kind and "/apis/" in path and body.get("kind") != "Status":
+            group = path.split("/")[2]
+            missing = PRODUCTS.get(group)
+            if missing is not None:
+                todo = f"install {missing}, or choose the cluster that has it (--context)"
+                return ApiError(
+                    f"this cluster has no {missing}: it does not know {group}",
+                    where=where,
+                    todo=todo,
+                    status=404,
+                    body={},
+                )
+        return refusal
 
     def _unreachable(self, method: str, path: str, error: Exception) -> ApiError:
         return ApiError(
-            f"the API server does not answer after {self.attempts} attempts: {_reason(error)}",
+            f"the API server cannot be reached: {_reason(error)}",
             where=f"{method} {self.server}{path}",
             todo="does `kubectl cluster-info` work? Is the address in the kubeconfig right?",
             status=0,
@@ -388,19 +428,22 @@ class Informer:
     """The objects of a kind that match selectors, kept up to date by list and watch in a thread.
 
     Args:
-        changed: set whenever the objects are others than before.
+        notify: called from that thread with every state of the objects that differs from the one before, the first list
+            included, and at last once more if it has failed for good.
+        wanted: objects that are not are left out.
 
     Attributes:
-        objects: by uid, as they are now.
+        objects: by uid, as they are now; each change is a new mapping.
         failure: what made it end for good; None while it works.
     """
 
     cluster: Cluster
     kind: Kind
-    changed: threading.Event
+    notify: Callable[[Mapping[str, Manifest]], None]
     labels: str = ""
     fields: str = ""
-    objects: dict[str, Manifest] = field(default_factory=dict)
+    wanted: Callable[[Manifest], bool] = lambda _: True
+    objects: Mapping[str, Manifest] = field(default_factory=dict)
     failure: ApiError | None = None
     lists: int = 0
     _stopped: threading.Event = field(default_factory=threading.Event)
@@ -442,7 +485,7 @@ class Informer:
                 if error.status in (401, 403, 404) or failures > self.cluster.attempts:
                     self.failure = error
                     self._listed.set()
-                    self.changed.set()
+                    self.notify(self.objects)
                     return
                 self._stopped.wait(_pause(failures))
 
@@ -452,10 +495,11 @@ class Informer:
         for page in self.cluster.pages(self.kind, labels=self.labels, fields=self.fields):
             version = str((page.get("metadata") or {}).get("resourceVersion") or version)
             for item in page.get("items") or []:
-                found[item["metadata"]["uid"]] = {"kind": self.kind.kind, **item}
-        if _versions(found) != _versions(self.objects) or not self.lists:
+                if self.wanted(item):
+                    found[item["metadata"]["uid"]] = self.kind.named(item)
+        if not self.lists or _versions(found) != _versions(self.objects):
             self.objects = found
-            self.changed.set()
+            self.notify(found)
         self.lists += 1
         self._listed.set()
         return version
@@ -468,7 +512,7 @@ class Informer:
             version = str(item.get("metadata", {}).get("resourceVersion") or version)
             if self._stopped.is_set():
                 break
-            if event.get("type") != "BOOKMARK":
+            if event.get("type") != "BOOKMARK" and self.wanted(item):
                 self._take(str(event.get("type")), item)
         if time.monotonic() - began < 1:
             self._stopped.wait(FIRST_PAUSE)  # a server that hangs up at once is not asked in a tight loop
@@ -476,18 +520,25 @@ class Informer:
 
     def _take(self, what: str, item: Manifest) -> None:
         uid = item["metadata"]["uid"]
+        before = self.objects.get(uid)
         objects = dict(self.objects)
         if what == "DELETED":
-            objects.pop(uid, None)
+            if objects.pop(uid, None) is None:
+                return
+        elif before is not None and _version(before) == _version(item):
+            return
         else:
-            objects[uid] = {"kind": self.kind.kind, **item}
-        if _versions(objects) != _versions(self.objects):
-            self.objects = objects
-            self.changed.set()
+            objects[uid] = self.kind.named(item)
+        self.objects = objects
+        self.notify(objects)
+
+
+def _version(item: Manifest) -> str:
+    return str(item["metadata"].get("resourceVersion"))
 
 
 def _versions(objects: Mapping[str, Manifest]) -> dict[str, str]:
-    return {uid: str(item["metadata"].get("resourceVersion")) for uid, item in objects.items()}
+    return {uid: _version(item) for uid, item in objects.items()}
 
 
 def _lines(response: Any) -> Iterator[str]:

@@ -1,0 +1,109 @@
+"""One job under watch: its objects as the cluster sends them, state by state."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Mapping
+
+from blueprints.backends.kubernetes import api, truth
+from blueprints.backends.kubernetes.api import ApiError, Cluster, Informer, Kind
+from blueprints.backends.kubernetes.objects import JOBSET_NAME, Objects, mentions
+from blueprints.backends.state import JobStatus
+from blueprints.errors import UsageError
+from blueprints.runtimes import Manifest
+
+Change = tuple[Kind, Mapping[str, Manifest]]
+
+
+class JobWatch:
+    """The status of one job, kept up to date over lost connections, expired versions and restarts of the server.
+
+    Args:
+        cluster: where it is.
+        job: the TrainJob as it is now.
+        explain: reads what is not watched because it only explains: the runtime, and Kueue's Workload.
+
+    Raises:
+        ApiError: the cluster refuses, or cannot be reached.
+    """
+
+    def __init__(self, cluster: Cluster, job: Manifest, explain: Callable[[Objects], Objects]) -> None:
+        self.job, self.explain = job, explain
+        self._changes: queue.Queue[Change] = queue.Queue()
+        self._now: dict[Kind, Mapping[str, Manifest]] = {}
+        name = job["metadata"]["name"]
+        selector, only = f"{JOBSET_NAME}={name}", f"metadata.name={name}"
+        self._informers = [
+            self._informer(cluster, api.TRAINJOBS, fields=only),
+            self._informer(cluster, api.JOBSETS, fields=only),
+            self._informer(cluster, api.JOBS, labels=selector),
+            self._informer(cluster, api.PODS, labels=selector),
+            self._informer(cluster, api.EVENTS, wanted=lambda event: mentions(event, name)),
+        ]
+        try:
+            for informer in self._informers:
+                informer.start()
+        except ApiError:
+            self.close()
+            raise
+        while not self._changes.empty():
+            self._take(self._changes.get())
+
+    def _informer(
+        self,
+        cluster: Cluster,
+        kind: Kind,
+        *,
+        labels: str = "",
+        fields: str = "",
+        wanted: Callable[[Manifest], bool] = lambda _: True,
+    ) -> Informer:
+        return Informer(cluster, kind, lambda items: self._changes.put((kind, items)), labels, fields, wanted)
+
+    def _take(self, change: Change) -> None:
+        self._now[change[0]] = change[1]
+
+    def _items(self, kind: Kind) -> list[Manifest]:
+        return list(self._now.get(kind, {}).values())
+
+    def next(self, seconds: float) -> bool:
+        """Take up the next change; False if there is none for so many seconds."""
+        try:
+            self._take(self._changes.get(timeout=seconds))
+        except queue.Empty:
+            return False
+        return True
+
+    def wait(self, seconds: float) -> None:
+        """Wait for a change, or so long."""
+        self.next(seconds)
+
+    @property
+    def pods(self) -> list[Manifest]:
+        """The job's Pods."""
+        return self._items(api.PODS)
+
+    def status(self) -> JobStatus:
+        """The status after the changes taken up so far.
+
+        Raises:
+            UsageError: the job was deleted.
+            ApiError: the cluster does not let it be watched any more.
+        """
+        failure = next((informer.failure for informer in self._informers if informer.failure), None)
+        if failure is not None:
+            raise failure
+        uid, name = self.job["metadata"].get("uid"), self.job["metadata"]["name"]
+        mine = next((item for item in self._items(api.TRAINJOBS) if item["metadata"].get("uid") == uid), None)
+        if mine is None:
+            raise UsageError(f"the TrainJob {name!r} was deleted", todo="`blueprints jobs --backend kubernetes`")
+        job_sets = [item for item in self._items(api.JOBSETS) if item["metadata"]["name"] == name]
+        seen = Objects(
+            mine, None, next(iter(job_sets), None), self._items(api.JOBS), self.pods, self._items(api.EVENTS)
+        )
+        return truth.status_of(self.explain(seen))
+
+    def close(self) -> None:
+        """Watch no more."""
+        for informer in self._informers:
+            informer.stop()
