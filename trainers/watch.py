@@ -30,7 +30,7 @@ PERIOD = 2.0
 """Seconds between two signs of life."""
 SILENCE = 60.0
 """Seconds without a sign of life after which a process counts as gone; `training.ddp_timeout` if that is less."""
-STARTUP = 3
+STARTUP = 2
 """Until the first step is done, this many `training.ddp_timeout` may pass: models are loaded, kernels compiled."""
 VERDICT = "verdict"
 LIBRARIES = ("site-packages", "dist-packages", f"{os.sep}lib{os.sep}python")
@@ -118,6 +118,7 @@ class Watch:
         if self._store is None:
             return ""
         if self._lost is None:
+            self._closed.set()  # this process is about to end
             self._lost = self._find_lost()
         return self._lost
 
@@ -140,15 +141,18 @@ class Watch:
         return "has gone: it was killed, or its node is gone"
 
     def _run(self) -> None:
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the store closes when the run does; a lost peer is found by the others
+        assert self._world is not None
+        try:
             while not self._closed.wait(min(PERIOD, self._limit / 10)):
                 self._say()
                 if self._store.check([VERDICT]):
                     self._end(json.loads(self._store.get(VERDICT)))
-                if self._world is not None and self._world.local_rank < 2:
+                if self._world.local_rank < 2:
                     self._judge()
+        except RuntimeError:
+            # The store is gone, and with it torchrun or, under mpirun, rank 0. The main thread may notice by itself.
+            if not self._closed.wait(2 * PERIOD):
+                self._end(self._verdict(silent_store()))
 
     def _say(self) -> None:
         self._beats += 1
@@ -181,7 +185,7 @@ class Watch:
         silent = {rank: now - sign.came for rank, sign in self._signs.items() if now - sign.came > silence}
         if silent:
             rank = min(silent)
-            self._accuse(rank, silent_rank(rank, self._signs[rank].said, silent[rank]))
+            self._accuse(silent_rank(rank, self._signs[rank].said, silent[rank]))
             return
         idle = min(float(sign["idle"]) for sign in signs.values())
         started = any(sign["step"] for sign in signs.values())
@@ -189,7 +193,7 @@ class Watch:
         if len(signs) < _size(self._world) or idle < min(30.0, limit / 2):
             self._warned = False
         elif idle > limit:
-            self._accuse(suspect(signs), hung_rank(signs, idle))
+            self._accuse(hung_rank(signs, idle))
         elif not self._warned:
             self._warned = True
             rank = suspect(signs)
@@ -199,9 +203,12 @@ class Watch:
                 flush=True,
             )
 
-    def _accuse(self, rank: int, error: BlueprintError) -> None:
+    def _verdict(self, error: BlueprintError) -> dict[str, Any]:
+        return error.as_dict() | {"by": _rank(self._world)}
+
+    def _accuse(self, error: BlueprintError) -> None:
         """The first verdict counts: all processes read it and end."""
-        verdict = error.as_dict() | {"rank": rank, "by": _rank(self._world)}
+        verdict = self._verdict(error)
         # Of judges on several nodes one is the first; where the store has died, each ends its own node.
         if self._store.add(f"{VERDICT}-claims", 1) == 1:
             self._store.set(VERDICT, json.dumps(verdict))
@@ -278,6 +285,17 @@ def silent_rank(rank: int, sign: Mapping[str, Any], seconds: float) -> Blueprint
         where=f"rank {rank}, node {sign['node']}",
         todo="is the node up, its network whole, the process (pid "
         f"{sign['pid']}) stopped or short of memory? The same command goes on from the last checkpoint",
+    )
+
+
+def silent_store() -> BlueprintError:
+    """The error where the store in which the processes meet does not answer."""
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    return EnvironmentFault(
+        f"the store in which the processes meet does not answer: rank 0 is stopped or gone, or its node ({address}) is",
+        where="rank 0",
+        todo="is that node up, its network whole, the process stopped or short of memory? The same command goes on from "
+        "the last checkpoint",
     )
 
 
