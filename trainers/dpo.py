@@ -24,11 +24,12 @@ from trainers.data import PreparedData, first_ids, open_prepared
 from trainers.evaluate import Question
 from trainers.mask import pair_proof
 from trainers.measures import Measures
-from trainers.model import load_model, load_tokenizer
+from trainers.model import elements, embedding_rows, load_model, load_tokenizer
 from trainers.peft import with_adapter
 from trainers.process import say, world
 from trainers.run import Run, refusals, schedule_settings
 from trainers.settings import Setting
+from trainers.sharding import put_together
 
 PAIR = ("prompt_ids", "chosen_ids", "rejected_ids")
 REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
@@ -71,7 +72,8 @@ class Trainer(DPOTrainer, ResumableTrainer):
         found = read_reference(path, key, len(dataset))
         if found is None:
             say(f"computing the reference's log-probabilities of {len(dataset):,} {name} rows")
-            found = self.log_probs(dataset, batch_size, reference=True)
+            with put_together(self.model):
+                found = self.log_probs(dataset, batch_size, reference=True)
             if world().main:
                 write_reference(path, key, found)
         return found
@@ -123,7 +125,7 @@ def train(run: Run) -> None:
     args = config(run)
     tokenizer = load_tokenizer(where.model, recipe)
     model = load_model(where.model, recipe, args.device)
-    data = open_prepared(where.dataset, recipe, model.get_input_embeddings().weight.shape[0])
+    data = open_prepared(where.dataset, recipe, embedding_rows(model))
     held_out = data.eval.select(range(min(len(data.eval), recipe.eval.max_rows))) if data.eval else None
     copy = recipe.lora is None and not args.precompute_ref_log_probs
     with refusals():
@@ -198,7 +200,7 @@ def reference_setting(trainer: Trainer, recipe: Recipe) -> Setting:
     elif trainer.ref_model is None:
         seen = "the base, with the adapter switched off"
     else:
-        size = sum(parameter.numel() for parameter in trainer.ref_model.parameters())
+        size = sum(map(elements, trainer.ref_model.parameters()))
         seen = f"a second model of {size:,} parameters in memory"
     second = recipe.lora is None and not trainer.precompute_ref_logps
     return Setting("reference", "", seen, second == (trainer.ref_model is not None))

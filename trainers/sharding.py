@@ -117,6 +117,19 @@ def loaded_whole(args: TrainingArguments) -> Iterator[None]:
         set_hf_deepspeed_config(config)
 
 
+@contextmanager
+def put_together(model: nn.Module) -> Iterator[None]:
+    """For forward passes before training: a model that ZeRO-3 has partitioned while it was loaded is whole inside."""
+    parameters = list(model.parameters())
+    if not any("ds_numel" in vars(parameter) for parameter in parameters):
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(parameters):
+        yield
+
+
 def arguments(recipe: Recipe, world: World, bf16: bool) -> dict[str, Any]:
     """Transformers' TrainingArguments that make the strategy."""
     strategy = chosen(recipe, world)

@@ -1,0 +1,68 @@
+"""Every method under every strategy: two processes learn what one learns with the same batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import methods_kit
+import pytest
+from methods_kit import TUNINGS
+from sft_workspace import losses, run_record, train
+
+STRATEGIES = ("ddp", "fsdp", "zero2", "zero3")
+BOTH = ("resources.num_proc_per_node=2", "training.per_device_train_batch_size=2")
+EVAL = "eval: {max_new_tokens: 8, samples: 3}\n"
+
+
+def dpo(root: Path) -> Path:
+    return methods_kit.build(root, "dpo", methods_kit.preferences, EVAL)
+
+
+BUILD: dict[str, Callable[[Path], Path]] = {"dpo": dpo}
+"""A small workspace by method. SFT has tests of its own."""
+MATRIX = [
+    pytest.param(
+        method,
+        strategy,
+        tuning,
+        marks=pytest.mark.covers(method=method, tuning=tuning, world=strategy, feature=["train", "eval"]),
+        id=f"{method}-{strategy}-{tuning}",
+    )
+    for method in BUILD
+    for strategy in STRATEGIES
+    for tuning in ("full", "lora", "qlora")
+    if not (tuning == "qlora" and strategy in ("fsdp", "zero3"))
+]
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], list[float]]:
+    """Losses of one process by method and tuning."""
+    known: dict[tuple[str, str], list[float]] = {}
+
+    def losses_of(method: str, tuning: str) -> list[float]:
+        if (method, tuning) not in known:
+            root = BUILD[method](tmp_path_factory.mktemp(f"{method}-{tuning}"))
+            done = train(root, *TUNINGS[tuning])
+            assert done.returncode == 0, done.stdout
+            known[method, tuning] = losses(root)
+        return known[method, tuning]
+
+    return losses_of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "strategy", "tuning"), MATRIX)
+def test_every_method_under_every_strategy(
+    method: str, strategy: str, tuning: str, alone: Callable[[str, str], list[float]], tmp_path: Path
+) -> None:
+    root = BUILD[method](tmp_path)
+    overrides = (*BOTH, *TUNINGS[tuning], f"resources.strategy={strategy}")
+    done = train(root, *overrides, processes=2, launch=True)
+    assert done.returncode == 0, done.stdout
+    record: dict[str, Any] = run_record(root)
+    assert record["effective"]["strategy"] == strategy
+    assert record["proofs"]["model" if tuning == "full" else "adapter"]["passed"]
+    assert losses(root) == pytest.approx(alone(method, tuning), rel=1e-4, abs=1e-6)
