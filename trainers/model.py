@@ -62,7 +62,7 @@ def make_room(model: PreTrainedModel, tokens: Sequence[int]) -> None:
     """Give new tokens rows in the embeddings, of the input and of the output: the mean of all rows before them."""
     if not tokens:
         return
-    if max(tokens) >= model.get_input_embeddings().weight.shape[0]:
+    if max(tokens) >= embedding_rows(model):
         model.resize_token_embeddings(max(tokens) + 1, mean_resizing=False)
     first = min(tokens)
     for table in (model.get_input_embeddings(), model.get_output_embeddings()):

@@ -39,7 +39,7 @@ from trainers.data import read_manifest
 from trainers.mask import for_terminal
 from trainers.measures import BeforeStepOne, Measures
 from trainers.memory import check_installed
-from trainers.model import mixed_precision
+from trainers.model import embedding_rows, mixed_precision
 from trainers.peft import complete_heads, taken_from_base
 from trainers.process import STOP, Workspace, World, say, workspace, world
 from trainers.record import Record
@@ -198,8 +198,8 @@ class Run:
 
         def effective() -> None:
             lines = [
-                *common_settings(trainer, self.recipe),
                 *sharding.sharding_settings(trainer, self.strategy, self.world),
+                *common_settings(trainer, self.recipe),
                 *earlier,
                 *(settings() if callable(settings) else settings),
                 Setting("resumed from", "", checkpoint.path.name if checkpoint else "nothing: first start"),
@@ -477,7 +477,7 @@ def expectation(
             "quantization": quantised,
             "device": "cpu" if args.device.type == "cpu" else str(args.device),
             "bf16": args.bf16,
-            "vocabulary": int(base.get_input_embeddings().weight.shape[0]),
+            "vocabulary": embedding_rows(base),
         },
         start=start or {},
         tolerance=default if tolerance is None else tolerance,

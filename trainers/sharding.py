@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import DistributedType
+from accelerate import DistributedType, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from peft import PeftModel
 from torch import nn
@@ -182,6 +182,7 @@ def fsdp_everywhere(trainer: Trainer) -> None:
     if state.distributed_type != DistributedType.FSDP:
         state.fsdp_plugin = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)
         state.distributed_type = DistributedType.FSDP
+        PartialState().distributed_type = DistributedType.FSDP  # which every later look at the state starts from
         trainer.is_fsdp_enabled = True
     # Norms and residuals in bfloat16 would make another model of it than autocast does on one process.
     state.fsdp_plugin.mixed_precision_policy = None
