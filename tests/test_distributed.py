@@ -149,7 +149,9 @@ def test_tied_embeddings_and_a_merge_under_sharding(strategy: str, tmp_path: Pat
         (["lora.quantize_base=true", "resources.strategy=fsdp"], ["4-bit weights cannot be sharded"]),
         (["lora.quantize_base=true", "resources.strategy=zero3"], ["4-bit weights cannot be sharded"]),
         (["training.optim=adafactor", "resources.strategy=zero2"], ["whole rows and columns", "adamw_torch"]),
-        (["training.optim=adamw_bnb_8bit", "resources.strategy=fsdp"], ["blocks of whole weights"]),
+        (["training.optim=adamw_bnb_8bit", "resources.strategy=fsdp"], ["blocks of state"]),
+        (["lora.init_lora_weights=pissa", "resources.strategy=zero3"], ["takes the base weights apart", "zero2"]),
+        (["model.added_tokens=[<a>]", "resources.strategy=fsdp"], ["single rows of the embedding"]),
     ],
 )
 def test_what_cannot_be_sharded_is_refused_with_its_line(

@@ -240,9 +240,8 @@ class Run:
             proof.ProofError: the saved artifact does not compute what was trained.
         """
         proofs = proof.Proofs(self.where.output, writes=self.world.main)
-        state = sharding.whole_state(
-            trainer.language_model, self.strategy
-        )  # of all ranks, like the proof's forward passes
+        # Of all ranks, like the forward passes of the proof.
+        state = sharding.whole_state(trainer.language_model, self.strategy)
         if self.world.main:
             artifact = save_artifact(
                 trainer.language_model,

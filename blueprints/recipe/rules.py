@@ -15,6 +15,8 @@ from blueprints.recipe.schema import IDLE, METHODS, Idle, Recipe, RewardFunction
 from blueprints.recipe.uris import revision_in, uri_fault
 
 SHARDED = ("fsdp", "zero2", "zero3")
+SHARDABLE_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
+"""Optimizers that compute each element by itself, in plain PyTorch."""
 
 
 @dataclass(frozen=True)
@@ -321,18 +323,41 @@ def _processes(at: Checked) -> Iterator[Fault]:
 
 def _sharded_optimizer(at: Checked) -> Iterator[Fault]:
     strategy, optim = at.recipe.resources.strategy, at.recipe.training.optim
-    reasons = {
-        "adafactor": "keeps statistics of whole rows and columns",
-        "adamw_bnb_8bit": "quantises its state in blocks of whole weights",
-        "paged_adamw_8bit": "quantises its state in blocks of whole weights",
-    }
-    if strategy in SHARDED and optim in reasons:
+    if strategy in SHARDED and optim not in SHARDABLE_OPTIMIZERS:
+        reason = (
+            "keeps statistics of whole rows and columns"
+            if optim == "adafactor"
+            else "is bitsandbytes', whose kernels and blocks of state are those of whole weights"
+        )
         yield at.fault(
             "training.optim",
-            f"`{optim}` {reasons[optim]}, and `resources.strategy: {strategy}` leaves each process a part of them",
-            f"adamw_torch, adamw_torch_fused or sgd with {strategy}",
+            f"`{optim}` {reason}, and `resources.strategy: {strategy}` leaves each process a part of them",
+            f"{', '.join(SHARDABLE_OPTIMIZERS)} with {strategy}",
             "Each process keeps only its part of the optimizer's state anyway; or set `resources.strategy: ddp`.",
         )
+
+
+def _sharded_adapter(at: Checked) -> Iterator[Fault]:
+    """Adapters that need the whole base weights at some moment."""
+    lora, strategy = at.recipe.lora, at.recipe.resources.strategy
+    if lora is None or strategy not in ("fsdp", "zero3"):
+        return
+    apart = f"and `resources.strategy: {strategy}` leaves each process a part of them"
+    reasons = {
+        "lora.init_lora_weights": (
+            strategy == "zero3" and lora.init_lora_weights in ("pissa", "olora"),
+            "takes the base weights apart",
+        ),
+        "lora.from": (
+            strategy == "zero3" and lora.from_uri is not None,
+            "the earlier adapter is held against the base weights before training",
+        ),
+        "lora.target_parameters": (bool(lora.target_parameters), "adapts the experts' weights as one tensor"),
+        "model.added_tokens": (bool(at.recipe.model.added_tokens), "trains single rows of the embedding's weights"),
+    }
+    for key, (wanted, reason) in reasons.items():
+        if wanted:
+            yield at.fault(key, f"{reason}, {apart}", "ddp or zero2 with it", "Set `resources.strategy: zero2`.")
 
 
 def _needs_gpu(at: Checked) -> Iterator[Fault]:
@@ -545,6 +570,7 @@ RULES: tuple[Rule, ...] = (
     _half_precision,
     _processes,
     _sharded_optimizer,
+    _sharded_adapter,
     _needs_gpu,
     _schedule,
     _held_out_rows,
