@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -234,3 +235,19 @@ def test_how_the_reference_is_had_is_derived(overrides: list[str], precomputed: 
     recipe = load_recipe("dpo-lora", overrides=overrides, environ={}).recipe
     assert recipe.dpo is not None
     assert recipe.dpo.precompute_ref_log_probs is precomputed
+
+
+@pytest.mark.slow
+def test_a_run_from_an_earlier_adapter_begins_at_its_own_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier, root = (build(tmp_path / name, "dpo", preferences) for name in ("earlier", "root"))
+    assert train_here(earlier, monkeypatch, "training.max_steps=4") == 0
+    shutil.copytree(earlier / "output" / "adapter", root / "adapter")
+    assert train_here(root, monkeypatch, "lora.from=file:///earlier", "training.max_steps=4", "output.merge=true") == 0
+    # Policy and reference are the same model before the first step: the loss is log 2.
+    assert losses(root)[0] == pytest.approx(math.log(2), rel=1e-5)
+    record = run_record(root)
+    assert record["proofs"]["adapter"]["passed"]
+    assert record["proofs"]["merged"]["passed"]
+    assert not (root / "output" / "adapter" / "ref").exists()
