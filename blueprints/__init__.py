@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         ModelInitializer,
         TrainerClient,
     )
+    from blueprints.custom_trainer import CustomTrainer, CustomTrainerContainer
     from blueprints.errors import (
         BlueprintError,
         DataError,
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "blueprints.client": ("BuiltinTrainer", "DatasetInitializer", "Initializer", "ModelInitializer", "TrainerClient"),
+    "blueprints.custom_trainer": ("CustomTrainer", "CustomTrainerContainer"),
     "blueprints.errors": (
         "BlueprintError", "DataError", "EnvironmentFault", "ExitCode", "Fault", "JobFailedError", "ManifestError",
         "RecipeError", "RowsError", "UsageError",
@@ -78,7 +80,7 @@ _HOMES = {
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [  # noqa: RUF022 - grouped as a reader looks for them
-    "TrainerClient", "BuiltinTrainer", "Initializer", "DatasetInitializer", "ModelInitializer",
+    "TrainerClient", "BuiltinTrainer", "CustomTrainer", "CustomTrainerContainer", "Initializer", "DatasetInitializer", "ModelInitializer",
     "TrainJob", "Step", "Event", "Runtime",
     "SFTConfig", "DPOConfig", "PPOConfig", "GRPOConfig", "DistillConfig", "QATConfig", "CustomConfig",
     "ModelConfig", "DatasetConfig", "LoraConfig", "TrainingConfig", "EvalConfig", "OutputConfig", "ResourcesConfig",

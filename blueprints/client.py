@@ -11,6 +11,14 @@ from typing import Any
 from blueprints.backends.local import LocalBackend
 from blueprints.backends.results import read_run
 from blueprints.backends.state import FAILED, JobDirectory, JobStatus
+from blueprints.custom_trainer import (
+    DEFAULT_RUNTIME,
+    CustomTrainer,
+    CustomTrainerContainer,
+    custom_job,
+    custom_name,
+    for_this_machine,
+)
 from blueprints.errors import JobFailedError, UsageError
 from blueprints.recipe import LoadedRecipe, load_recipe
 from blueprints.runtimes import (
@@ -48,6 +56,8 @@ __all__ = [
     "ActiveDeadlineSeconds",
     "Annotations",
     "BuiltinTrainer",
+    "CustomTrainer",
+    "CustomTrainerContainer",
     "DatasetInitializer",
     "HuggingFaceDatasetInitializer",
     "HuggingFaceModelInitializer",
@@ -99,15 +109,16 @@ class TrainerClient:
         self,
         runtime: str | Runtime | None = None,
         initializer: Initializer | None = None,
-        trainer: BuiltinTrainer | None = None,
+        trainer: BuiltinTrainer | CustomTrainer | CustomTrainerContainer | None = None,
         options: Sequence[Option] | None = None,
     ) -> str:
         """Start a job and return at once.
 
         Args:
-            runtime: the runtime or its name. Default: the method's own, `llm-<method>`.
+            runtime: the runtime or its name. Default: the method's own, `llm-<method>`; `torch-distributed` for a
+                `CustomTrainer`.
             initializer: data set and model, instead of the configuration's.
-            trainer: what to train. Default: the runtime's own recipe.
+            trainer: what to train: a configuration, or a function of your own. Default: the runtime's own recipe.
             options: `Name(...)`, `Labels(...)`, `Annotations(...)`, `ActiveDeadlineSeconds(...)`.
 
         Returns:
@@ -121,6 +132,8 @@ class TrainerClient:
         """
         _check_arguments(runtime, initializer, trainer, options)
         name = runtime.name if isinstance(runtime, Runtime) else runtime
+        if isinstance(trainer, CustomTrainer | CustomTrainerContainer):
+            return self._train_custom(name, initializer, trainer, options or ())
         loaded = _load(name, initializer, trainer)
         manifest = runtime_for(loaded.recipe)
         wanted = [option for option in options or () if isinstance(option, Name)]
@@ -130,6 +143,28 @@ class TrainerClient:
             _apply(option, job)
         self.backend.start(job, manifest, resume=f"TrainerClient().train(..., options=[Name({job_name!r})])")
         return job_name
+
+    def _train_custom(
+        self,
+        runtime: str | None,
+        initializer: Initializer | None,
+        trainer: CustomTrainer | CustomTrainerContainer,
+        options: Sequence[Option],
+    ) -> str:
+        if initializer is not None:
+            todo = "let the function fetch what it needs, or use BuiltinTrainer with CustomConfig"
+            raise UsageError(
+                "a function of your own runs without initializers", where="train(initializer=...)", todo=todo
+            )
+        manifest = get_runtime(runtime or DEFAULT_RUNTIME)
+        wanted = [option.name for option in options if isinstance(option, Name)]
+        name = wanted[-1] if wanted else custom_name(trainer, manifest)
+        job = custom_job(trainer, manifest, name=name)
+        for option in options:
+            _apply(option, job)
+        job, manifest = for_this_machine(job, manifest)
+        self.backend.start(job, manifest, resume=f"TrainerClient().train(..., options=[Name({name!r})])")
+        return name
 
     def list_jobs(self, runtime: str | Runtime | None = None) -> list[TrainJob]:
         """All jobs, the newest first; with `runtime` those on it."""
@@ -243,7 +278,9 @@ class TrainerClient:
 def _check_arguments(runtime: object, initializer: object, trainer: object, options: object) -> None:
     require_type(runtime, (str, Runtime, NoneType), "train(runtime=...)", "a runtime's name")
     require_type(initializer, (Initializer, NoneType), "train(initializer=...)", "Initializer(dataset=..., model=...)")
-    require_type(trainer, (BuiltinTrainer, NoneType), "train(trainer=...)", "BuiltinTrainer(config=...)")
+    trainers = (BuiltinTrainer, CustomTrainer, CustomTrainerContainer, NoneType)
+    wanted = "BuiltinTrainer(config=...) or CustomTrainer(func=...)"
+    require_type(trainer, trainers, "train(trainer=...)", wanted)
     require_type(options, (list, tuple, NoneType), "train(options=...)", "a list such as [Name('my-job')]")
     if isinstance(initializer, Initializer):
         for role, kind in (("dataset", DatasetInitializer), ("model", ModelInitializer)):

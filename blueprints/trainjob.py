@@ -127,7 +127,7 @@ def _initializer(recipe: Recipe, base: str, overrides: list[str], runtime: Manif
             env["REVISION"] = source.revision
         if source.ignore_patterns:
             env["IGNORE_PATTERNS"] = ",".join(source.ignore_patterns)
-        result[role] = {"storageUri": _literal(source.uri), "env": _env(env)}
+        result[role] = {"storageUri": literal_text(source.uri), "env": _env(env)}
         if recipe.runtime.secret_ref is not None:
             result[role]["secretRef"] = {"name": recipe.runtime.secret_ref}
     return result
@@ -138,7 +138,7 @@ def _trainer(recipe: Recipe, base: str, overrides: list[str]) -> Manifest:
     trainer: Manifest = {}
     if recipe.runtime.image is not None:
         trainer["image"] = recipe.runtime.image
-    trainer["args"] = ["--recipe", base, *map(_literal, overrides)]
+    trainer["args"] = ["--recipe", base, *map(literal_text, overrides)]
     trainer["numNodes"] = resources.num_nodes
     trainer["numProcPerNode"] = resources.num_proc_per_node or max(1, resources.gpu)
     limits: Manifest = {}
@@ -156,10 +156,10 @@ def _trainer(recipe: Recipe, base: str, overrides: list[str]) -> Manifest:
 
 
 def _env(variables: Mapping[str, str]) -> list[Manifest]:
-    return [{"name": name, "value": _literal(value)} for name, value in sorted(variables.items())]
+    return [{"name": name, "value": literal_text(value)} for name, value in sorted(variables.items())]
 
 
-def _literal(text: str) -> str:
+def literal_text(text: str) -> str:
     """Text that Kubernetes hands on as it is: it would replace `$(NAME)` and `$$` in arguments and variables."""
     return re.sub(r"\$(?=[$(])", lambda _: "$$", text)
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 PUBLIC = {
     # running jobs, with the names of the Kubeflow SDK
-    "TrainerClient", "BuiltinTrainer", "Initializer", "DatasetInitializer", "ModelInitializer",
+    "TrainerClient", "BuiltinTrainer", "CustomTrainer", "CustomTrainerContainer", "Initializer", "DatasetInitializer", "ModelInitializer",
     "TrainJob", "Step", "Event", "Runtime",
     # configurations, one per method, and their blocks
     "SFTConfig", "DPOConfig", "PPOConfig", "GRPOConfig", "DistillConfig", "QATConfig", "CustomConfig",
