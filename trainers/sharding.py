@@ -7,6 +7,8 @@ is measured once the model is wrapped (`sharding_settings`): a strategy that sil
 from __future__ import annotations
 
 import importlib.util
+import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,15 +73,67 @@ def open_group(recipe: Recipe, world: World) -> None:
     device = None if on_cpu else torch.device("cuda", world.local_rank)
     if device is not None:
         torch.cuda.set_device(device)
+    timeout = timedelta(seconds=GROUP_TIMEOUT * recipe.training.ddp_timeout)
+    store = _meet_after_restarts(world, timeout)
     torch.distributed.init_process_group(
         "gloo" if on_cpu else "cpu:gloo,cuda:nccl",
-        timeout=timedelta(seconds=GROUP_TIMEOUT * recipe.training.ddp_timeout),
+        timeout=timeout,
         device_id=device,
+        **({"store": store, "rank": world.rank, "world_size": world.size} if store else {}),
     )
     forget_mpi()
     WATCH.start(world, recipe.training.ddp_timeout)
     if strategy in ZERO_STAGES:
         _open_deepspeed("gloo" if on_cpu else "nccl")
+
+
+def _meet_after_restarts(world: World, timeout: timedelta) -> torch.distributed.TCPStore | None:
+    """The store in which the processes of several nodes meet when torchrun may start them again.
+
+    torchrun's workers meet under the number of restarts that their own node counts. After a node was lost the counts
+    differ, and they would wait for each other for ever. Here rank 0 opens a store of its own and leaves its address in
+    torchrun's; the others try until a rank 0 answers that waits for them, as a dead or dying one does not.
+
+    Returns:
+        None where torchrun starts nothing again, or on one node: its own way is sound there.
+    """
+    env = os.environ
+    if env.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or env.get("GROUP_WORLD_SIZE", "1") == "1":
+        return None
+    host, address = env["MASTER_ADDR"], "blueprints-rank-0"
+    board = torch.distributed.TCPStore(
+        host, int(env["MASTER_PORT"]), is_master=False, timeout=timeout, wait_for_workers=False
+    )
+    others = [f"here-{rank}" for rank in range(1, world.size)]
+    if world.main:
+        store = torch.distributed.TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
+        board.set(address, str(store.port))
+        store.wait(others, timeout)
+        store.set("all", "here")
+    else:
+        store = _join(board, address, host, others[world.rank - 1], timeout)
+    # The watch meets in the same place.
+    env["MASTER_PORT"], env["TORCHELASTIC_RESTART_COUNT"] = str(store.port), "0"
+    return store
+
+
+def _join(board: Any, address: str, host: str, mine: str, timeout: timedelta) -> torch.distributed.TCPStore:
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        port = int(board.get(address))
+        try:
+            store = torch.distributed.TCPStore(
+                host, port, is_master=False, timeout=timedelta(seconds=5), wait_for_workers=False
+            )
+            store.set(mine, "")
+            store.wait(["all"], timedelta(seconds=20))
+        except RuntimeError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(1)
+        else:
+            store.set_timeout(timeout)
+            return store
 
 
 def _open_deepspeed(backend: str) -> None:
