@@ -38,6 +38,8 @@ def quiet(*, main: bool) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning" if main else "error")
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    # A lost process is named by the watch; PyTorch would show forty frames of C++ for each connection.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the workspace: nothing may reach out
     for pattern in HARMLESS:
