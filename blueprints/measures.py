@@ -20,10 +20,15 @@ LABELS: dict[str, tuple[str, str]] = {
     "kl": ("KL to the reference", ".4f"),
     "teacher_kl": ("KL from the teacher", ".4f"),
     "teacher_agreement": ("same as the teacher", ".1%"),
-    "teacher_gap": ("gap to the teacher", ".4g"),
     "nll": ("nats per token", ".4f"),
 }
 """What a measure is called and its format. One that is not here is shown by its own name with four digits."""
+
+
+RESULTS: dict[str, tuple[str, str]] = {
+    "teacher_gap_closed": ("teacher gap closed", ".1%"),
+}
+"""Numbers of a whole run, which are not taken before and after: what each is called and its format."""
 
 
 @dataclass(frozen=True)
@@ -55,3 +60,10 @@ def measures(metrics: Mapping[str, Any]) -> Iterator[Measure]:
         if isinstance(before, int | float) and isinstance(after, int | float):
             text, style = label(name)
             yield Measure(name, text, f"{before:{style}}", f"{after:{style}}")
+
+
+def results(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Label and value of the run's numbers that are not taken before and after."""
+    for name, (text, style) in RESULTS.items():
+        if isinstance(metrics.get(name), int | float):
+            yield text, f"{metrics[name]:{style}}"

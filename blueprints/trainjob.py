@@ -15,16 +15,28 @@ from blueprints.errors import UsageError
 from blueprints.manifests import API_GROUP, API_VERSION, name_limit
 from blueprints.recipe import load_recipe, overrides_between
 from blueprints.recipe.shipped import shipped_recipes
-from blueprints.runtimes import Manifest, ancestor_of, get_runtime, recipe_of, replicated_jobs, trainer_container
+from blueprints.runtimes import (
+    INITIALIZERS,
+    Manifest,
+    ancestor_of,
+    get_runtime,
+    recipe_of,
+    replicated_jobs,
+    trainer_container,
+)
 
 if TYPE_CHECKING:
     from blueprints.recipe import LoadedRecipe
     from blueprints.recipe.schema import Recipe
 
-RECIPE_HASH = "blueprints.llm-blueprints.dev/recipe-hash"
+API_DOMAIN = "blueprints.llm-blueprints.dev"
+"""Domain of this product's labels, annotations and patches."""
+RECIPE_HASH = f"{API_DOMAIN}/recipe-hash"
 """Annotation: sha256 of the resolved recipe. Equal hashes mean equal runs."""
 MANAGED_BY = {"app.kubernetes.io/managed-by": "llm-blueprints"}
 _SUFFIX_DIGITS = 6
+TEACHER = "teacher"
+"""replicatedJob and container of the step in which a distillation's teacher scores the rows."""
 
 
 def runtime_for(recipe: Recipe) -> Manifest:
@@ -66,6 +78,8 @@ def train_job(loaded: LoadedRecipe, runtime: Manifest, *, name: str | None = Non
     }
     if not spec["initializer"]:
         del spec["initializer"]
+    if teacher := _teacher(recipe, runtime, base, overrides):
+        spec["runtimePatches"] = [teacher]
     if recipe.runtime.active_deadline_seconds is not None:
         spec["activeDeadlineSeconds"] = recipe.runtime.active_deadline_seconds
     return {"apiVersion": API_VERSION, "kind": "TrainJob", "metadata": metadata, "spec": spec}
@@ -153,6 +167,34 @@ def _trainer(recipe: Recipe, base: str, overrides: list[str]) -> Manifest:
     if recipe.runtime.env:
         trainer["env"] = _env(recipe.runtime.env)
     return trainer
+
+
+def _teacher(recipe: Recipe, runtime: Manifest, base: str, overrides: list[str]) -> Manifest | None:
+    """The patch that hands the recipe to the step in which the teacher scores the rows; None without such a step.
+
+    Raises:
+        UsageError: the recipe needs the step, and the runtime makes everything else but has not got it.
+    """
+    steps = [job.get("name") for job in replicated_jobs(runtime)]
+    if TEACHER not in steps:
+        if recipe.distill and recipe.distill.teacher_top_k is not None and INITIALIZERS[-1] in steps:
+            raise UsageError(
+                f"the runtime {runtime['metadata']['name']} has no step {TEACHER!r}, in which the teacher scores the rows "
+                "for distill.teacher_top_k",
+                where="runtime.name",
+                todo="use llm-distill-offline or llm-distill-offline-gpu, or leave distill.teacher_top_k out",
+            )
+        return None
+    variables = dict(recipe.runtime.env) | {
+        "BLUEPRINTS_RECIPE": base,
+        "BLUEPRINTS_OVERRIDES": json.dumps(overrides, ensure_ascii=False),
+    }
+    pod = {"spec": {"containers": [{"name": TEACHER, "env": _env(variables)}]}}
+    job = {"name": TEACHER, "template": {"spec": {"template": pod}}}
+    return {
+        "manager": f"{API_DOMAIN}/recipe",
+        "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}},
+    }
 
 
 def _env(variables: Mapping[str, str]) -> list[Manifest]:

@@ -6,85 +6,58 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
+import methods_kit
 import pytest
-from sft_workspace import MAX_LENGTH, raw_rows, save_model, tokenised
+from methods_kit import Row
+from sft_workspace import raw_rows, save_model, tokenised
 
 RECIPE = """
-method: distill
-model: {{uri: "file:///model"}}
-dataset: {{uri: "file:///rows"}}
-{lora}
-training:
-  per_device_train_batch_size: 4
-  per_device_eval_batch_size: 8
-  learning_rate: 5.0e-3
-  max_length: 64
-  max_steps: 4
-  save_steps: 2
 eval: {{metric: exact_match, max_new_tokens: 8, samples: 4}}
-distill: {{teacher: "file:///teacher", max_completion_length: 8, lmbda: 0.5}}
+distill: {{teacher: "file:///teacher", lmbda: {lmbda}{sampled}}}
 """
-LORA = "lora: {r: 4, lora_alpha: 8}"
-TYPES = {
-    "input_ids": pa.list_(pa.int32()),
-    "completion_mask": pa.list_(pa.int8()),
-    "prompt_length": pa.int32(),
-    "prompt": pa.string(),
-}
 
 
-def sequences(rows: list[dict[str, str]], tokenizer: Any, *, held_out: bool, prompts: bool) -> list[dict[str, Any]]:
-    """Rows as the dataset initializer writes them; `prompts`: without their answers."""
+def answers(tokenizer: Any, count: int, seed: int) -> list[Row]:
+    """Prompts with answers, as the dataset initializer writes them."""
+    rows = raw_rows(count, seed)
+    return [
+        {"input_ids": ids, "completion_mask": mask, "prompt_length": mask.index(1), "prompt": row["prompt"]}
+        for row, (ids, mask) in zip(rows, tokenised(rows, tokenizer), strict=True)
+    ]
+
+
+def prompts(tokenizer: Any, count: int, seed: int) -> list[Row]:
+    """The same prompts without answers."""
     found = []
-    for row, (ids, mask) in zip(rows, tokenised(rows, tokenizer), strict=True):
-        length = mask.index(1)
-        made: dict[str, Any] = {"input_ids": ids[:length] if prompts else ids, "prompt_length": length}
-        made["completion_mask"] = mask[:length] if prompts else mask
-        found.append(made | ({"prompt": row["prompt"]} if held_out else {}))
+    for row in answers(tokenizer, count, seed):
+        length = row["prompt_length"]
+        found.append({**row, "input_ids": row["input_ids"][:length], "completion_mask": [0] * length})
     return found
 
 
-def write_rows(directory: Path, rows: list[dict[str, Any]]) -> None:
-    """One Arrow IPC stream as the dataset initializer writes it."""
-    directory.mkdir(parents=True, exist_ok=True)
-    table = pa.table({name: pa.array([row[name] for row in rows], TYPES[name]) for name in rows[0]})
-    with pa.OSFile(str(directory / "shard-00000.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
+def build(root: Path, *, lmbda: float = 0.5, prompts_alone: bool = False, teacher_rows: int = 0) -> Path:
+    """A whole workspace with `recipe.yaml` and a teacher in it; returns its directory.
 
-
-def build(
-    workspace: Path | str, *, lora: str = LORA, rows: int = 40, prompts: bool = False, lmbda: float = 0.5
-) -> Path:
-    """A whole workspace with `recipe.yaml` in it; returns its directory."""
-    root = Path(workspace)
-    tokenizer = save_model(root / "model")
+    Args:
+        root: the directory.
+        lmbda: as in the recipe.
+        prompts_alone: the rows have no answers.
+        teacher_rows: rows by which the teacher's embeddings are padded.
+    """
+    recipe = RECIPE.format(lmbda=lmbda, sampled=", max_completion_length: 8" if lmbda else "")
+    methods_kit.build(root, "distill", prompts if prompts_alone else answers, recipe)
     save_model(root / "teacher", layers=3, hidden=48, seed=7)
-    splits: dict[str, Any] = {}
-    for split, count, seed in (("train", rows, 1), ("eval", 12, 2)):
-        made = sequences(raw_rows(count, seed), tokenizer, held_out=split == "eval", prompts=prompts)
-        write_rows(root / "dataset" / "prepared" / split, made)
-        splits[split] = {
-            "rows": count, "sequences": count, "tokens": sum(len(row["input_ids"]) for row in made),
-            "trained_tokens": sum(sum(row["completion_mask"]) for row in made), "truncated": 0, "dropped": 0,
-            "shards": ["shard-00000.arrow"],
-        }  # fmt: skip
-    prepared = {
-        "fingerprint": "f" * 64,
-        "method": "distill",
-        "kind": "supervised",
-        "format": "prompt" if prompts else "prompt_completion",
-        "max_length": MAX_LENGTH,
-        "packing": False,
-        "completion_only_loss": True,
-        "splits": splits,
-    } | ({"max_completion_length": 8} if lmbda else {})
-    (root / "dataset" / "_manifest.json").write_text(json.dumps({"source": "file:///rows", "prepared": prepared}))
-    (root / "recipe.yaml").write_text(RECIPE.format(lora=lora).replace("lmbda: 0.5", f"lmbda: {lmbda}"))
-    if not lmbda:
-        recipe = (root / "recipe.yaml").read_text().replace(" max_completion_length: 8,", "")
-        (root / "recipe.yaml").write_text(recipe)
+    if teacher_rows:
+        _pad(root / "teacher", teacher_rows)
     return root
+
+
+def _pad(directory: Path, rows: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    model.resize_token_embeddings(model.config.vocab_size + rows)
+    model.save_pretrained(directory)
 
 
 def score_here(root: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> int:
@@ -95,3 +68,9 @@ def score_here(root: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> 
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("BLUEPRINTS_WORKSPACE", str(root))
     return main(["--recipe", str(root / "recipe.yaml"), *overrides])
+
+
+def manifest(root: Path) -> dict[str, Any]:
+    """The manifest of the stored scores."""
+    found: dict[str, Any] = json.loads((root / "teacher_logits" / "_manifest.json").read_text())
+    return found

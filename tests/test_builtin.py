@@ -13,6 +13,8 @@ import pytest
 from initializers.builtin import DATASETS, MODELS, dataset_path, model_path
 from initializers.builtin.generate_data import GENERATORS, main
 from initializers.builtin.orders import NUMBER_WORDS, generate
+from initializers.settings import Request
+from initializers.sources.builtin import BuiltinSource
 
 ROOT = Path(__file__).parents[1]
 Rows = list[list[dict[str, str]]]
@@ -234,6 +236,62 @@ def test_model_cannot_do_the_dataset_yet(model: Any, tokenizer: Any) -> None:
     got = answers(model, tokenizer, [row[:1] for row in rows], max_new_tokens=48)
     right = sum(text == row[1]["content"] for text, row in zip(got, rows, strict=True))
     assert right / len(rows) < 0.1
+
+
+# --- the teacher ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded teacher as the initializer leaves it."""
+    out = tmp_path_factory.mktemp("teacher")
+    request = Request(kind="model", uri="builtin://tiny-llama-orders")
+    fetched = BuiltinSource().fetch(request, out, lambda _done, _total: None)
+    assert {entry.path for entry in fetched.files} == {path.name for path in out.iterdir()}
+    return out
+
+
+def test_teacher_is_the_model_with_its_adapter(teacher: Path, model: Any) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from safetensors.torch import load_file
+
+    assert size(model_path("tiny-llama-orders")) < 300_000
+    found, info = transformers.AutoModelForCausalLM.from_pretrained(teacher, output_loading_info=True)
+    assert not any(info.values())
+    adapter = load_file(model_path("tiny-llama-orders") / "adapter.safetensors")
+    weights, changed = dict(model.named_parameters()), 0
+    for name, weight in found.named_parameters():
+        update = torch.zeros_like(weight)
+        if f"{name}.A" in adapter:
+            changed += 1
+            update = 2.0 * adapter[f"{name}.B"].double() @ adapter[f"{name}.A"].double()
+        torch.testing.assert_close(weight.double(), (weights[name] + update).double(), rtol=1e-6, atol=1e-6)
+    assert changed == 28  # seven matrices in each of four layers
+
+
+def test_teacher_can_do_the_dataset(teacher: Path, tokenizer: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    rows = read_rows("test")[:60]
+    model = transformers.AutoModelForCausalLM.from_pretrained(teacher)
+    got = answers(model, tokenizer, [row[:1] for row in rows], max_new_tokens=48)
+    right = sum(text == row[1]["content"] for text, row in zip(got, rows, strict=True))
+    assert right / len(rows) >= 0.95
+
+
+@pytest.mark.slow
+def test_teacher_is_made_by_its_script(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file
+
+    command = [sys.executable, "-m", "trainers.builtin_teacher", "--out", str(tmp_path / "adapter.safetensors")]
+    subprocess.run(command, check=True, cwd=ROOT, timeout=1200)
+    made = load_file(tmp_path / "adapter.safetensors")
+    committed = load_file(model_path("tiny-llama-orders") / "adapter.safetensors")
+    assert made.keys() == committed.keys()
+    for name in {key.rpartition(".")[0] for key in committed}:
+        ours, theirs = (each[f"{name}.B"].float() @ each[f"{name}.A"].float() for each in (made, committed))
+        # Other processors round otherwise, and the steps carry that on.
+        assert torch.linalg.norm(ours - theirs) <= 0.1 * torch.linalg.norm(theirs)
 
 
 @pytest.mark.slow

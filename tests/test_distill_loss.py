@@ -144,7 +144,10 @@ def adapter() -> Any:
     return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-@pytest.mark.parametrize(("beta", "lora"), [(0.0, True), (0.3, False), (1.0, True)])
+@pytest.mark.parametrize(
+    ("beta", "lora"),
+    [(0.3, False), pytest.param(0.0, True, marks=pytest.mark.slow), pytest.param(1.0, True, marks=pytest.mark.slow)],
+)
 def test_off_policy_losses_equal_trls_gkd(
     beta: float, lora: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,7 +190,10 @@ def test_off_policy_losses_equal_trls_gkd(
     assert losses(root) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(("beta", "accumulation"), [(0.0, 1), (0.5, 2), (1.0, 1)])
+@pytest.mark.parametrize(
+    ("beta", "accumulation"),
+    [(0.5, 2), pytest.param(0.0, 1, marks=pytest.mark.slow), pytest.param(1.0, 1, marks=pytest.mark.slow)],
+)
 def test_on_policy_losses_equal_trls_distillation(
     beta: float, accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,18 +210,21 @@ def test_on_policy_losses_equal_trls_distillation(
 
     monkeypatch.setattr(GenerationMixin, "generate", greedy)
     # Every step sees all rows, so that their order does not matter.
-    root = build(tmp_path, lmbda=1, prompts=True, rows=8 * accumulation)
+    root = build(tmp_path, lmbda=1, prompts_alone=True)
     settings = (
         f"distill.beta={beta}", "distill.temperature=0.8", "training.max_steps=6", "eval.metric=none", RATE,
-        "training.per_device_train_batch_size=8", f"training.gradient_accumulation_steps={accumulation}", "lora=null",
+        f"training.per_device_train_batch_size={40 // accumulation}",
+        f"training.gradient_accumulation_steps={accumulation}", "lora=null",
     )  # fmt: skip
     assert train_here(root, monkeypatch, *settings) == 0
-    arguments = trl_arguments(root) | {"per_device_train_batch_size": 8, "gradient_accumulation_steps": accumulation}
+    arguments = trl_arguments(root) | {
+        "per_device_train_batch_size": 40 // accumulation, "gradient_accumulation_steps": accumulation,
+    }  # fmt: skip
     plain = DistillationTrainer(
         model=str(root / "model"),
         teacher_model=str(root / "teacher"),
         args=DistillationConfig(**arguments, beta=beta, temperature=0.8, max_completion_length=8),
-        train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in raw_rows(8 * accumulation, 1)]),
+        train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in raw_rows(40, 1)]),
         processing_class=AutoTokenizer.from_pretrained(root / "model"),
     )
     plain.train()

@@ -282,6 +282,10 @@ def test_shipped_recipes_are_described_and_valid() -> None:
     shipped = {recipe.name: recipe for recipe in shipped_recipes()}
     assert next(iter(shipped)) == "quickstart"
     assert set(shipped) >= {
+        "distill",
+        "distill-lora",
+        "distill-offline",
+        "quickstart-distill",
         "dpo",
         "dpo-lora",
         "dpo-qlora",

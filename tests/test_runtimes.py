@@ -19,7 +19,7 @@ from blueprints.manifests import check_runtime, check_train_job
 from blueprints.recipe import load_recipe
 from blueprints.recipe.schema import METHODS
 from blueprints.recipe.shipped import shipped_names, shipped_recipes
-from blueprints.resolve import build_job_set
+from blueprints.resolve import build_job_set, steps_of
 from blueprints.runtimes import (
     ancestor_of,
     find_runtime,
@@ -58,6 +58,28 @@ def test_yaml_is_read_as_kustomize_reads_it(folder: Path) -> None:
     done = subprocess.run(["kubectl", "kustomize", ROOT / folder], text=True, capture_output=True, check=True)
     expected = sorted(yaml.load_all(done.stdout, yaml.CSafeLoader), key=identity)
     assert sorted(kustomize.build(ROOT / folder), key=identity) == expected
+
+
+def test_the_teachers_step_gets_the_recipe_and_leaves_the_others_as_they_are() -> None:
+    plain, offline = get_runtime("llm-distill"), get_runtime("llm-distill-offline")
+    teacher = {job["name"]: job for job in replicated_jobs(offline)}["teacher"]
+    assert ancestor_of(teacher) is None
+    loaded = load_recipe("distill-offline", overrides=["distill.teacher_top_k=8", "resources.gpu=0"], environ={})
+    assert loaded.recipe.runtime.name == "llm-distill-offline"
+    job = train_job(loaded, offline, name="demo")
+    assert [str(fault) for fault in check_train_job(job, offline)] == []
+    steps = {step.name: step for step in steps_of(build_job_set(job, offline))}
+    assert steps["teacher"].argv == ["python", "-m", "trainers.teacher"]
+    given = {entry.name: entry.value for entry in steps["teacher"].env}
+    assert given == {
+        entry.name: entry.value for entry in steps["dataset-initializer"].env if "BLUEPRINTS" in entry.name
+    }
+    assert "distill.teacher_top_k=8" in given["BLUEPRINTS_OVERRIDES"]
+    assert not any(name.startswith("PET_") for name in given)
+    on_gpu = load_recipe("distill-offline", environ={})
+    assert on_gpu.recipe.runtime.name == "llm-distill-offline-gpu"
+    with pytest.raises(UsageError, match="has no step 'teacher'"):
+        train_job(loaded, plain, name="demo")
 
 
 @pytest.mark.parametrize("name", [f"llm-{method}" for method in METHODS] + ["llm-custom"])
@@ -104,6 +126,9 @@ def test_every_runtime_keeps_what_all_promise(runtime: Manifest) -> None:
     assert "ttlSecondsAfterFinished" not in spec
     for job in replicated_jobs(runtime):
         keeps_what_all_promise(job)
+        gpus = [name for kind in pod_spec(job)["containers"][0].get("resources", {}).values() for name in kind]
+        teacher = (short_name(runtime), job["name"]) == ("llm-distill-offline-gpu", "teacher")
+        assert [name for name in gpus if "gpu" in name] == (["nvidia.com/gpu"] if teacher else [])
 
 
 @pytest.mark.parametrize("runtime", list(everything()))
@@ -145,7 +170,6 @@ def keeps_what_all_promise(job: Manifest) -> None:
     assert ":" in container["image"]
     assert not container["image"].endswith(":latest")
     assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
-    assert not any("gpu" in name for kind in container.get("resources", {}).values() for name in kind)
     if job["name"] in INITIALIZERS:
         assert set(container["resources"]["requests"]) == {"cpu", "memory"}
     else:
@@ -176,6 +200,15 @@ def test_every_runtime_takes_a_recipe(name: str) -> None:
     ("name", "order"),
     [
         ("llm-sft", {"model-initializer": [], "dataset-initializer": ["model-initializer"], "node": [*INITIALIZERS]}),
+        (
+            "llm-distill-offline",
+            {
+                "model-initializer": [],
+                "dataset-initializer": ["model-initializer"],
+                "teacher": [*INITIALIZERS],
+                "node": [*INITIALIZERS, "teacher"],
+            },
+        ),
         ("llm-no-dataset", {"model-initializer": [], "node": ["model-initializer"]}),
         ("llm-no-model", {"dataset-initializer": [], "node": ["dataset-initializer"]}),
         ("llm-no-initializers", {"node": []}),

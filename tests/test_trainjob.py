@@ -18,6 +18,7 @@ from blueprints.trainjob import RECIPE_HASH, default_name, runtime_for, to_yaml,
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "distill-offline": ("distill-offline", ("distill.teacher_top_k=32", "runtime.env={HF_HOME: /tmp}")),
     "quickstart": ("quickstart", ()),
     "sft-defaults": ("sft", ()),
     "sft-lora-everything": (
@@ -54,7 +55,7 @@ def test_manifest_is_the_golden_one(case: str) -> None:
     if os.environ.get("UPDATE_GOLDEN"):
         path.write_text(to_yaml(job), encoding="utf-8")
     assert to_yaml(job) == path.read_text(encoding="utf-8"), "if the change is meant, run again with UPDATE_GOLDEN=1"
-    assert check_train_job(job, get_runtime("llm-sft")) == []
+    assert check_train_job(job, get_runtime(job["spec"]["runtimeRef"]["name"])) == []
 
 
 def test_arguments_carry_only_what_differs() -> None:

@@ -211,7 +211,7 @@ def _check_mask(batch: pa.RecordBatch, start: int, directory: Path) -> None:
     without = [index for index in range(batch.num_rows) if index not in seen]
     if "prompt_length" in batch.schema.names:
         lengths, prompts = pc.list_value_length(mask), batch.column("prompt_length")
-        without = [index for index in without if lengths[index] != prompts[index]]
+        without = [index for index in without if lengths[index].as_py() != prompts[index].as_py()]
     if without:
         problem = f"row {start + without[0]} has no token that carries loss"
         raise DataError(problem, where=str(directory), todo=PREPARE_AGAIN)

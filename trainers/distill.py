@@ -22,7 +22,7 @@ from trl import SFTConfig, SFTTrainer
 
 from blueprints.measures import label
 from blueprints.recipe.schema import DistillOptions
-from trainers import evaluate, scoring
+from trainers import evaluate, scoring, sharding
 from trainers.checkpoint import ResumableTrainer
 from trainers.data import IGNORED, PreparedData, first_ids, open_prepared, with_labels
 from trainers.divergence import TopK, distance, negative_log_likelihood
@@ -44,6 +44,8 @@ from trainers.scoring import (
     vocabulary,
 )
 from trainers.settings import Setting
+from trainers.sft import PREPARED
+from trainers.watch import WATCH
 
 STORED = ("top_ids", "top_log_probs", "rest")
 SMALLEST_GAP = 1e-3
@@ -62,18 +64,21 @@ def train(run: Run) -> None:
     args = config(run)
     tokenizer = load_tokenizer(where.model, recipe)
     student = load_model(where.model, recipe, args.device)
-    data = open_prepared(where.dataset, recipe, embedding_rows(student))
+    with sharding.loaded_whole(args):
+        live = options.teacher is not None and options.teacher_top_k is None
+        teacher = load_teacher(where, recipe, args.device) if live else None
+    size = vocabulary(student, teacher or student)
+    data = open_prepared(where.dataset, recipe, size)
     stored = open_stored(where, recipe, data) if options.teacher_top_k else None
-    teacher = load_teacher(where, recipe, args.device) if options.teacher and not stored else None
     rows = with_labels(joined(data.train, stored.train if stored else None))
     stops = end_tokens(rows, tokenizer)
-    held_out = answered(held_out_rows(run, data, stored), teacher, tokenizer, run, stops)
+    held_out = answered(held_out_rows(run, data, stored), teacher, tokenizer, run, stops, size)
     with refusals():
         student, adapter = with_adapter(run, student)
         trainer = Trainer(
             run=run,
             teacher=teacher,
-            vocabulary=stored.vocabulary if stored else vocabulary(student, teacher or student),
+            vocabulary=stored.vocabulary if stored else size,
             stops=stops,
             model=student,
             args=args,
@@ -87,7 +92,7 @@ def train(run: Run) -> None:
     measures = Gap(run, trainer, tokenizer, held_out, stored)
     run.fit(
         trainer,
-        settings=settings(trainer, data, stored, measures.teacher),
+        settings=lambda: settings(trainer, data, stored, measures.teacher),
         masks=masks(trainer, rows),
         measures=measures,
     )
@@ -98,11 +103,8 @@ def config(run: Run) -> SFTConfig:
     """TRL's settings."""
     return SFTConfig(
         **run.arguments(),
+        **PREPARED,
         max_length=run.recipe.training.max_length,
-        completion_only_loss=False,  # the rows' labels say which tokens are trained
-        dataset_kwargs={"skip_prepare_dataset": True},
-        prediction_loss_only=True,
-        average_tokens_across_devices=True,
         router_aux_loss_coef=0.0,  # the teacher is what a mixture of experts is held to, as every other model
     )
 
@@ -138,6 +140,11 @@ class Trainer(SFTTrainer, ResumableTrainer):
     def create_model_card(self, *_args: Any, **_kwargs: Any) -> None:
         return None
 
+    def free_memory(self) -> None:
+        """Let go of the teacher too."""
+        self.teacher = None
+        super().free_memory()
+
     # -- batches
 
     def get_batch_samples(
@@ -158,15 +165,24 @@ class Trainer(SFTTrainer, ResumableTrainer):
         if not options.seq_kd:
             sampled = random.Random(source).random() < options.lmbda
             self._metrics["train"]["on_policy"].append(float(sampled))
-            writer = self.accelerator.unwrap_model(self.model_wrapped) if sampled else None
+            writer = self.language_model if sampled else None
         if writer is None:
             return batch
         prompts = [
             row[: int(length)].tolist() for row, length in zip(batch["input_ids"], batch["prompt_lengths"], strict=True)
         ]
         seed = random.Random(f"{source}/{world().rank}").getrandbits(32)
-        generation = generation_config(writer, self.processing_class, self.stops, options, greedy=False)
-        answers = generate(writer, self.processing_class, prompts, generation, seed=seed)
+        generation = generation_config(writer, self.processing_class, self.stops, options, self.vocabulary)
+        own = writer is not self.teacher
+        answers = generate(
+            writer,
+            self.processing_class,
+            prompts,
+            generation,
+            seed=seed,
+            bf16=own and self.args.bf16,
+            synced=own and sharding.synced(self.run.strategy),
+        )
         rows = [
             {"input_ids": prompt + answer, "labels": [IGNORED] * len(prompt) + answer}
             for prompt, answer in zip(prompts, answers, strict=True)
@@ -279,12 +295,16 @@ def generation_config(
     tokenizer: PreTrainedTokenizerBase,
     stops: set[int],
     options: DistillOptions,
+    size: int,
     *,
-    greedy: bool,
+    greedy: bool = False,
 ) -> GenerationConfig:
-    """How answers are written: by the whole distribution at the run's temperature, or greedily."""
-    own = model.generation_config.eos_token_id
-    ends = {*stops, *([own] if isinstance(own, int) else own or []), tokenizer.eos_token_id} - {None}
+    """How answers are written: by the whole distribution at the run's temperature, or greedily.
+
+    Args:
+        size: tokens that student and teacher have in common; no others are written.
+    """
+    ends = stops | evaluate.end_tokens(model, tokenizer)
     sampling = {} if greedy else {"temperature": options.temperature, "top_k": 0, "top_p": 1.0}
     return GenerationConfig(
         do_sample=not greedy,
@@ -294,6 +314,7 @@ def generation_config(
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=sorted(ends) or None,
+        suppress_tokens=list(range(size, embedding_rows(plain(model)))) or None,
     )
 
 
@@ -305,11 +326,15 @@ def generate(
     generation: GenerationConfig,
     *,
     seed: int = 0,
+    bf16: bool = False,
+    synced: bool = False,
 ) -> list[list[int]]:
     """Answers to `prompts`, each to its end token or to the limit, with a key-value cache and without dropout.
 
     Args:
         seed: of the sampling; the random numbers of training go on as if nothing had been sampled.
+        bf16: compute in bfloat16 over weights of another type.
+        synced: all ranks answer at once, and none stops before the last has ended (the model is sharded).
     """
     device = next(model.parameters()).device
     batch = tokenizer.pad({"input_ids": list(prompts)}, padding_side="left", return_tensors="pt").to(device)
@@ -319,9 +344,11 @@ def generate(
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
         generating_as(model, generation),
         without_router_logits(model),
+        torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16),
     ):
         torch.manual_seed(seed)
-        found = model.generate(**batch, generation_config=generation)
+        found = model.generate(**batch, generation_config=generation, synced_gpus=synced)
+    WATCH.tick()
     model.train(training)
     ends = torch.tensor(generation.eos_token_id or [-1], device=device)
     answers = found[:, batch["input_ids"].shape[1] :]
@@ -372,7 +399,12 @@ def held_out_rows(run: Run, data: PreparedData, stored: Stored | None) -> Datase
 
 
 def answered(
-    rows: Dataset | None, teacher: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase, run: Run, stops: set[int]
+    rows: Dataset | None,
+    teacher: PreTrainedModel | None,
+    tokenizer: PreTrainedTokenizerBase,
+    run: Run,
+    stops: set[int],
+    size: int,
 ) -> Dataset | None:
     """Held-out rows; those that are prompts alone with the teacher's greedy answers, which the student is to give."""
     if rows is None or teacher is None or any(label >= 0 for row in rows for label in row["labels"]):
@@ -380,10 +412,10 @@ def answered(
     options = run.recipe.distill
     assert options is not None
     given = [dict(row) for row in rows]
-    generation = generation_config(teacher, tokenizer, stops, options, greedy=True)
-    size = run.recipe.training.per_device_eval_batch_size
-    for start in range(0, len(given), size):
-        batch = given[start : start + size]
+    generation = generation_config(teacher, tokenizer, stops, options, size, greedy=True)
+    together = run.recipe.training.per_device_eval_batch_size
+    for start in range(0, len(given), together):
+        batch = given[start : start + together]
         answers = generate(teacher, tokenizer, [row["input_ids"] for row in batch], generation)
         for row, answer in zip(batch, answers, strict=True):
             row["labels"] = [IGNORED] * len(row["input_ids"]) + answer
@@ -487,7 +519,7 @@ class Gap(Measures):
             numbers=self._numbers,
             scores=(lambda given: evaluate.scores(recipe, given, asked)) if measured else None,
         )
-        self.student, self.seq_kd = trainer, trainer.options.seq_kd
+        self.seq_kd = trainer.options.seq_kd
         if "teacher" not in self.found:
             self.found["teacher"] = stored.measures if stored else {}
             if trainer.teacher is not None:
@@ -509,8 +541,6 @@ class Gap(Measures):
         super().take(when)
         if when not in self.found:
             return
-        if when == "after":
-            self.student.teacher = None  # the proof's process needs its room
         own = self.found[when]["measures"]
         if when == "before" and own.get("teacher_kl", 1.0) < ALIKE:
             say(
@@ -526,7 +556,7 @@ class Gap(Measures):
             )
         closed = self.summary().get("teacher_gap_closed")
         if when == "after" and closed is not None:
-            say(f"gap to the teacher closed: {closed:.1%} ({label(name)[0]})")
+            say(f"teacher gap closed: {closed:.1%} of the {label(name)[0]}")
 
     def _name(self) -> str:
         """The measure by which student and teacher are compared: the recipe's metric, else the likelihood."""

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from blueprints.measures import measures
+from blueprints.measures import measures, results
 from blueprints.recipe import Origin
 from trainers.callbacks import duration, read_metrics
 from trainers.checkpoint import write_text
@@ -130,6 +130,7 @@ def page(
 def _tiles(record: Mapping[str, Any]) -> str:
     metrics, tiles = record["metrics"], []
     tiles += [(f"{found.before} → {found.after}", found.label) for found in measures(metrics)]
+    tiles += [(value, text) for text, value in results(metrics)]
     tiles.append((f"{metrics['train_loss']:.4f}", f"train loss over {metrics['steps']:,} steps"))
     tiles.append((duration(metrics["seconds"]), "all in all"))
     proved = [kind for kind, found in record["proofs"].items() if found.get("passed")]

@@ -37,7 +37,7 @@ from trainers import evaluate
 from trainers.checkpoint import write_json
 from trainers.data import PreparedData, open_prepared, read_manifest, with_labels
 from trainers.divergence import TopK, negative_log_likelihood, top_k
-from trainers.model import DTYPES, load_causal_lm, load_tokenizer, mixed_precision
+from trainers.model import DTYPES, embedding_rows, load_causal_lm, load_tokenizer, mixed_precision
 from trainers.process import Workspace, say, world
 
 FORMAT = 1
@@ -160,7 +160,7 @@ def same_vocabulary(student: Path, teacher: Path, recipe: Recipe) -> None:
 
 def vocabulary(student: PreTrainedModel, teacher: PreTrainedModel) -> int:
     """Number of tokens over which the two are compared: embeddings may be padded to different sizes."""
-    return min(model.get_output_embeddings().weight.shape[0] for model in (student, teacher))
+    return min(embedding_rows(student), embedding_rows(teacher))
 
 
 def logits_at(model: Any, inputs: Mapping[str, Tensor], size: int) -> Tensor:
@@ -486,12 +486,14 @@ def _store(where: Workspace, recipe: Recipe, device: torch.device, progress: Pro
         return
     options = recipe.distill
     assert options is not None
-    tokenizer = load_tokenizer(where.model, recipe)
+    tokenizer, trusted = load_tokenizer(where.model, recipe), recipe.model.trust_remote_code
     model = load_teacher(where, recipe, device)
-    size = min(model.get_output_embeddings().weight.shape[0], embedding_rows(where.model))
+    config = AutoConfig.from_pretrained(where.model, local_files_only=True, trust_remote_code=trusted)
+    size = min(embedding_rows(model), int(config.get_text_config().vocab_size))
     splits = {"train": with_labels(data.train)}
     if data.eval is not None:
         splits["eval"] = with_labels(data.eval).select(range(min(len(data.eval), recipe.eval.max_rows)))
+    open_prepared(where.dataset, recipe, size)  # the teacher knows every token of the rows
     scorer = Scorer(model, recipe, size, tokenizer.pad_token_id)
     total = sum(len(rows) for rows in splits.values())
     say(f"the teacher {options.teacher} scores {total:,} rows on {device}: its {scorer.k} likeliest of {size:,} tokens")
@@ -531,9 +533,3 @@ def score_splits(
             write_shard(path, scorer.score(list(rows.select(part))))
         done += len(part)
         progress.update("prepare", done, total, unit="rows", message="the teacher scores the rows")
-
-
-def embedding_rows(directory: Path) -> int:
-    """Rows of a model's embedding, by its configuration."""
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    return int(config.get_text_config().vocab_size)

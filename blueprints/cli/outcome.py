@@ -9,7 +9,7 @@ from typing import Any
 from blueprints.backends.results import Run
 from blueprints.backends.state import JobDirectory, JobStatus, seconds_between
 from blueprints.cli.live import duration
-from blueprints.measures import measures
+from blueprints.measures import measures, results
 
 SHOWN_SAMPLES = 5
 SHOWN_FAULTS = 20
@@ -57,6 +57,7 @@ def _print_samples(samples: list[dict[str, Any]]) -> None:
 
 def _measures(metrics: Mapping[str, Any]) -> list[str]:
     lines = [f"{found.label:<21}{found.before} before, {found.after} after" for found in measures(metrics)]
+    lines += [f"{text:<21}{value}" for text, value in results(metrics)]
     pace = metrics.get("tokens_per_second")
     if isinstance(pace, int | float):
         lines.append(f"{'pace':<21}{pace:,.0f} tokens/s in training")

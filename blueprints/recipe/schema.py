@@ -31,7 +31,7 @@ from blueprints.errors import RecipeError
 
 SCHEMES = ("builtin", "file", "hf")
 """URI schemes this version reads."""
-BUILTIN_MODELS = ("tiny-llama",)
+BUILTIN_MODELS = ("tiny-llama", "tiny-llama-orders")
 BUILTIN_DATASETS = ("orders", "amounts", "reviews")
 
 METHODS = ("sft", "dpo", "ppo", "grpo", "distill", "qat")

@@ -21,11 +21,13 @@ _HERE = Path(__file__).parent
 DATA = _HERE / "data"
 
 MODELS: Mapping[str, Path] = MappingProxyType({name: _HERE / "models" / name for name in BUILTIN_MODELS})
+ADAPTED: Mapping[str, str] = MappingProxyType({"tiny-llama-orders": "tiny-llama"})
+"""Models that are another one with an adapter added to its weights, and the name of that one."""
 DATASETS: Mapping[str, Path] = MappingProxyType({name: DATA / name for name in BUILTIN_DATASETS})
 
 
 def model_path(name: str) -> Path:
-    """The folder of `builtin://<name>`, as `from_pretrained` reads it.
+    """The folder of `builtin://<name>`: as `from_pretrained` reads it, or with the adapter of an `ADAPTED` model.
 
     Raises:
         LookupError: no embedded model has this name; the message lists those that exist.
