@@ -57,6 +57,7 @@ if TYPE_CHECKING:
         SFTOptions,
         TrainingConfig,
     )
+    from blueprints.sdk import sdk_arguments
     from blueprints.types import Event, Runtime, Step, TrainJob
 
 _HOMES = {
@@ -75,6 +76,7 @@ _HOMES = {
         "QATOptions", "Recipe", "ResourcesConfig", "RewardFunction", "RuntimeConfig", "SFTConfig", "SFTOptions",
         "TrainingConfig",
     ),
+    "blueprints.sdk": ("sdk_arguments",),
     "blueprints.types": ("Event", "Runtime", "Step", "TrainJob"),
 }  # fmt: skip
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -87,6 +89,7 @@ __all__ = [  # noqa: RUF022 - grouped as a reader looks for them
     "RuntimeConfig", "RewardFunction",
     "SFTOptions", "DPOOptions", "PPOOptions", "GRPOOptions", "DistillOptions", "QATOptions",
     "Recipe", "LoadedRecipe", "Origin", "ShippedRecipe", "load_recipe", "overrides_between", "shipped_recipes",
+    "sdk_arguments",
     "BlueprintError", "UsageError", "RecipeError", "ManifestError", "DataError", "RowsError", "JobFailedError",
     "EnvironmentFault", "Fault", "ExitCode",
     "__version__",

@@ -59,7 +59,8 @@ def _mpi(trainer: Manifest, runtime: Manifest, where: str) -> Iterator[Fault]:
 def _hidden_devices(trainer: Manifest, runtime: Manifest, kind: str, where: str) -> Iterator[Fault]:
     """The number of processes is read from the job's own resources alone: those of the runtime do not count then."""
     own = trainer.get("resourcesPerNode")
-    if not isinstance(own, dict) or trainer.get("numProcPerNode") is not None:
+    told = any(str(word).replace("_", "-").startswith("--nproc-per-node") for word in trainer.get("command") or [])
+    if not isinstance(own, dict) or trainer.get("numProcPerNode") is not None or told:
         return
     key = "spec.trainer.resourcesPerNode"
     try:

@@ -211,7 +211,7 @@ def matches(item: Manifest, labels: str, fields: str) -> bool:
     for part in [part for part in _split(labels) if part]:
         if " in (" in part:
             key, _, values = part.partition(" in (")
-            if has.get(key.strip()) not in values.rstrip(")").split(","):
+            if has.get(key.strip()) not in [value.strip() for value in values.rstrip(")").split(",")]:
                 return False
         elif "=" not in part:
             if part not in has:

@@ -24,6 +24,7 @@ PUBLIC = {
     "SFTOptions", "DPOOptions", "PPOOptions", "GRPOOptions", "DistillOptions", "QATOptions",
     # recipes
     "Recipe", "LoadedRecipe", "Origin", "ShippedRecipe", "load_recipe", "overrides_between", "shipped_recipes",
+    "sdk_arguments",
     # errors
     "BlueprintError", "UsageError", "RecipeError", "ManifestError", "DataError", "RowsError", "JobFailedError",
     "EnvironmentFault", "Fault", "ExitCode",
