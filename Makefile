@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
   "$$p" -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && { echo "$$p"; break; }; done)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help quickstart test test-slow lint types imports docs format lock reference methods clean
+.PHONY: help quickstart test test-slow test-cluster lint types imports docs format lock reference methods clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r t d; do printf '  make %-12s %s\n' "$$t" "$$d"; done
@@ -42,6 +42,11 @@ test: $(VENV)/.dev lint types imports ## Install, then lint, types, import contr
 
 test-slow: $(VENV)/.dev ## The slow tests: random kills, whole runs, large files
 	@$(BIN)/python -m pytest -m slow
+
+test-cluster: ## End to end in the cluster that KUBECONFIG names (Kubernetes with Kubeflow Trainer 2.3)
+	@if [ -z "$$KUBECONFIG" ]; then echo "KUBECONFIG is not set: name the kubeconfig of a cluster with Kubeflow Trainer 2.3, such as KUBECONFIG=~/.kube/config make test-cluster" >&2; exit 2; fi
+	@$(MAKE) --no-print-directory $(VENV)/.dev
+	@$(BIN)/python -m pytest -m cluster tests/test_cluster.py
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff format --check .
