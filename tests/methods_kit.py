@@ -133,3 +133,24 @@ def interrupt(root: Path, monkeypatch: pytest.MonkeyPatch, step: int, *overrides
             train_here(root, monkeypatch, *overrides)
     STOP.asked = False
     assert stopped.value.code == 143
+
+
+def prompts(tokenizer: Any, count: int, seed: int) -> list[Row]:
+    """Prompts as prepared: `copy` and words, with the right answer among the row's columns."""
+    source = random.Random(seed)
+    found = []
+    for _ in range(count):
+        words = [source.choice(WORDS) for _ in range(source.randint(1, 6))]
+        text, answer = "copy " + " ".join(words), " ".join(words).upper()
+        ids = {"prompt_ids": tokenizer(text)["input_ids"]}
+        texts = {"prompt": text, "messages": json.dumps(text), "columns": json.dumps({"answer": answer})}
+        found.append(ids | texts | {"reference": answer})
+    return found
+
+
+def tokenised_prompts(root: Path) -> list[list[int]]:
+    """The tokens of the training prompts of a workspace made with `prompts`."""
+    from transformers import AutoTokenizer
+
+    rows = prompts(AutoTokenizer.from_pretrained(root / "model"), 40, 1)
+    return [list(row["prompt_ids"]) for row in rows]

@@ -24,6 +24,7 @@ METHODS = {
     "sft": "trainers.sft:train",
     "distill": "trainers.distill:train",
     "dpo": "trainers.dpo:train",
+    "ppo": "trainers.ppo:train",
 }
 
 

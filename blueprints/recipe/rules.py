@@ -533,6 +533,24 @@ def _reward_functions(at: Checked, key: str, rewards: Sequence[RewardFunction]) 
         yield at.fault(f"{key}[0].weight", "every reward has the weight 0: nothing would be learnt", "one other than 0")
 
 
+def _critic(at: Checked) -> Iterator[Fault]:
+    """A critic of its own with LoRA stands on the policy's very weights, which must then stay as they are."""
+    lora, ppo = at.recipe.lora, at.recipe.ppo
+    if ppo is None or lora is None or ppo.value_head != "separate":
+        return
+    for key, wrong, reason in (
+        ("lora.init_lora_weights", lora.init_lora_weights in ("pissa", "olora"), "takes its adapter out of"),
+        ("lora.bias", lora.bias != "none", "trains"),
+    ):
+        if wrong:
+            value = dict(lora)[key.removeprefix("lora.")]
+            yield at.fault(
+                key,
+                f"`{value}` {reason} weights of the base, on which the critic of `ppo.value_head: separate` stands too",
+                "the default, or `ppo.value_head: shared`",
+            )
+
+
 def _groups(at: Checked) -> Iterator[Fault]:
     grpo, training, resources = at.recipe.grpo, at.resolved.training, at.resolved.resources
     if at.recipe.method != "grpo" or grpo is None:
@@ -579,5 +597,6 @@ RULES: tuple[Rule, ...] = (
     _stored_teacher,
     _preferences,
     _rewards,
+    _critic,
     _groups,
 )

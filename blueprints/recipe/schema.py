@@ -348,34 +348,58 @@ class RewardFunction(Block):
 
 
 class PPOOptions(Block):
-    """Proximal policy optimisation. Names are those of TRL's PPOConfig."""
+    """Proximal policy optimisation. Names are those TRL's PPOConfig had."""
 
     reward_model: Uri | None = None
-    """Sequence classification model that scores completions. Either this or `reward_funcs`."""
+    """Sequence classification model with one label that scores completions. Either this or `reward_funcs`."""
     reward_funcs: list[RewardFunction] = Field(default_factory=list)
     """Functions that score completions. Either these or `reward_model`."""
+    missing_eos_penalty: PositiveFloat | None = None
+    """Taken off the score of a completion that ran into `max_completion_length`. Default: nothing; its score counts."""
     num_ppo_epochs: PositiveInt = 4
-    """Optimisation passes over each batch of completions."""
+    """Optimisation passes over each batch of completions. More learn more of a batch, until clipping stops them."""
     num_mini_batches: PositiveInt = 1
-    """Parts a batch is split into in each pass."""
+    """Optimizer steps in each pass. A batch has `num_mini_batches` times the effective batch of
+    `training.per_device_train_batch_size`, `training.gradient_accumulation_steps` and all processes; `training.max_steps`
+    counts optimizer steps, so a batch makes `num_ppo_epochs` times `num_mini_batches` of them."""
+    value_head: Literal["shared", "separate"] = "shared"
+    """What foresees the score. `shared`: a linear head on the policy's last hidden state, in no more memory. `separate`:
+    a linear head on a transformer of its own, which costs a second forward and backward pass and the memory of another
+    adapter on the same frozen weights, without `lora` that of a second trained model; steadier where the scores are hard
+    to foresee."""
     kl_coef: NonNegativeFloat = 0.05
-    """Weight of the penalty for leaving the reference model."""
+    """Weight of the penalty on each token for leaving the reference model. 0: no penalty, and no reference."""
+    kl_estimator: Literal["k1", "k3"] = "k1"
+    """Estimate of the KL divergence per token: `k1` the log-ratio, `k3` one that is never negative and less noisy."""
+    kl_target: PositiveFloat | None = None
+    """Adapt `kl_coef` after each batch so that the mean KL of a completion stays near this many nats
+    (arXiv:1909.08593). Default: `kl_coef` stays as it is."""
+    kl_horizon: PositiveFloat = 10000.0
+    """Completions over which `kl_coef` adapts: more is slower."""
     cliprange: PositiveFloat = 0.2
-    """Clip range of the policy ratio."""
+    """Clip range of the policy ratio: how far one batch may move a token's probability."""
     vf_coef: NonNegativeFloat = 0.1
     """Weight of the value loss."""
     cliprange_value: PositiveFloat = 0.2
-    """Clip range of the value."""
+    """Clip range of the value: how far one batch may move it. In the score's own units: raise it for large scores."""
     gamma: Fraction = 1.0
     """Discount."""
     lam: Fraction = 0.95
-    """Lambda of generalised advantage estimation (arXiv:1506.02438)."""
+    """Lambda of generalised advantage estimation (arXiv:1506.02438). 1 trusts the scores alone, 0 the values alone."""
     whiten_rewards: bool = False
-    """Normalise rewards to mean 0 and variance 1 in each batch."""
+    """Scale the rewards of all tokens of a batch to variance 1."""
+    whiten_advantages: bool = True
+    """Shift and scale the advantages of all tokens of a batch to mean 0 and variance 1."""
     temperature: PositiveFloat = 0.7
-    """Sampling temperature."""
+    """Sampling temperature. The policy that is trained is the one at this temperature."""
+    top_k: NonNegativeInt = 0
+    """Sample from this many most likely tokens alone. 0: from all. Log-probabilities are those over all tokens."""
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
+    """Sample from the most likely tokens that have this probability together. 1: from all."""
     max_completion_length: PositiveInt = 128
     """Longest completion in tokens."""
+    local_rollout_forward_batch_size: PositiveInt = 64
+    """Completions per process that are generated at once: more is faster and needs more memory."""
 
 
 class GRPOOptions(Block):
@@ -808,7 +832,36 @@ def _goes_on(recipe: Recipe) -> bool:
 SMOOTHED_LOSSES = ("robust", "exo_pair", "aot", "aot_unpaired")
 """Losses of DPO that `dpo.label_smoothing` has a part in."""
 
+
+def _no_reference(recipe: Recipe) -> bool:
+    return recipe.ppo is None or recipe.ppo.kl_coef == 0
+
+
 IDLE = (
+    *(
+        Idle(
+            f"ppo.{key}",
+            "ppo.kl_coef",
+            _no_reference,
+            "with `ppo.kl_coef: 0` there is no KL penalty",
+            "Leave it out or raise `ppo.kl_coef`.",
+        )
+        for key in ("kl_estimator", "kl_target")
+    ),
+    Idle(
+        "ppo.kl_horizon",
+        "ppo.kl_target",
+        lambda recipe: _no_reference(recipe) or recipe.ppo is None or recipe.ppo.kl_target is None,
+        "without `ppo.kl_target` the weight of the KL penalty stays as it is",
+        "Set `ppo.kl_target` or leave it out.",
+    ),
+    Idle(
+        "ppo.cliprange_value",
+        "ppo.vf_coef",
+        lambda recipe: recipe.ppo is None or recipe.ppo.vf_coef == 0,
+        "with `ppo.vf_coef: 0` no value is learnt",
+        "Leave it out or raise `ppo.vf_coef`.",
+    ),
     Idle(
         "lora.init_lora_weights",
         "lora.from",
