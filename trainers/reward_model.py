@@ -19,8 +19,8 @@ KEY = "ppo.reward_model"
 class RewardModel:
     """Scores by a model of its own, which reads text: its tokenizer and chat template may differ from the policy's.
 
-    Messages go through its chat template. Without one, and for prompts that are plain text, prompt and completion follow
-    one another as they are, messages line by line.
+    With a chat template, that makes the text, of a prompt that is plain text as of a user's message. Without one, prompt
+    and completion follow one another as they are, messages line by line.
 
     Args:
         directory: the model as `from_pretrained` reads it.
@@ -103,13 +103,18 @@ class RewardModel:
         return scores
 
     def _ids(self, prompt: str | list[dict[str, Any]], completion: str | list[dict[str, Any]]) -> list[int]:
-        if isinstance(prompt, list) and isinstance(completion, list) and self.tokenizer.chat_template is not None:
-            text = self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
+        if self.tokenizer.chat_template is not None:
+            messages = [*_messages(prompt, "user"), *_messages(completion, "assistant")]
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False)
             ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         else:
             ids = self.tokenizer(_plain(prompt) + _plain(completion, last=True))["input_ids"]
         self.cut += len(ids) > self.longest
         return ids[-self.longest :]
+
+
+def _messages(text: str | list[dict[str, Any]], role: str) -> list[dict[str, Any]]:
+    return [{"role": role, "content": text}] if isinstance(text, str) else text
 
 
 def _plain(text: str | list[dict[str, Any]], *, last: bool = False) -> str:
