@@ -250,7 +250,7 @@ def test_a_checkpoint_holds_the_value_head_and_the_artifact_does_not(tmp_path: P
 @pytest.mark.parametrize(
     ("asked", "reference"),
     [
-        (("lora=null",), "a frozen copy of 13,984 parameters"),
+        (("lora=null",), "a frozen copy of 23,968 parameters"),
         (("lora.init_lora_weights=pissa",), "trained values as they started"),
         (("ppo.kl_coef=0",), "none: kl_coef is 0"),
     ],
@@ -350,7 +350,7 @@ def test_a_reward_model_scores_a_run(tmp_path: Path, here: Callable[..., int]) -
     save_reward_model(root / "reward_model")
     assert here(root, "training.eval_steps=2") == 0
     record = run_record(root)
-    assert "the model file:///reward of 2,0" in record["effective"]["reward"]
+    assert "the model file:///reward of 2,784 parameters" in record["effective"]["reward"]
     assert record["metrics"]["reward_before"] != record["metrics"]["reward_after"]
     assert kit.curve(root, "eval_reward")[1] == pytest.approx(record["metrics"]["reward_after"], rel=1e-6)
     assert max(kit.curve(root, "reward_std")) > 0

@@ -35,7 +35,7 @@ from trainers.evaluate import Question
 from trainers.mask import mask_proof
 from trainers.measures import Measures
 from trainers.model import load_model, load_tokenizer
-from trainers.peft import adapter_config
+from trainers.peft import with_adapter
 from trainers.ppo_math import (
     adapted_kl_coef,
     advantages_and_returns,
@@ -53,6 +53,7 @@ from trainers.rewards import Reward, Score, load_rewards, total
 from trainers.rollout import Completion, Rollout, Sampling
 from trainers.run import Run, learning_rate, refusals
 from trainers.settings import Setting
+from trainers.watch import WATCH
 
 CRITIC, ROLLOUT = "critic.safetensors", "rollout.pt"
 """What a checkpoint holds beside the policy: the value head, and the completions that are being trained on."""
@@ -274,6 +275,7 @@ class Trainer(ResumableTrainer):
         for start in range(0, len(prompts), size):
             part = slice(start, start + size)
             found += rollout.sample(model, prompts[part], seeds[part], self.sampling)
+            WATCH.tick()
         return found
 
     def known(
@@ -284,6 +286,7 @@ class Trainer(ResumableTrainer):
         inputs = rollout.padded([p + c for p, c in zip(prompts, tokens, strict=True)], lengths)
         batch = {name: inputs[name].to(self.args.device) for name in ("input_ids", "attention_mask", "places")}
         first = int(inputs["places"].min())
+        WATCH.tick()
         found = self.model(**batch, first=first)
         reference = None
         if self.reference is not None:
@@ -378,17 +381,24 @@ class Trainer(ResumableTrainer):
         directory = Path(output_dir or self.args.output_dir)
         with self._policy_alone():
             super()._save(str(directory), state_dict)
-        save_file(self.model.critic_state(), directory / CRITIC)
-        if self.rollout is not None and self.state.global_step % self.plan.steps_per_batch:
-            torch.save(self.rollout.state(), directory / ROLLOUT)
+        if self.args.should_save:
+            save_file(self.model.critic_state(), directory / CRITIC)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        directory = Path(resume_from_checkpoint)
         with self._policy_alone():
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self.model.load_critic(load_file(directory / CRITIC))
-        if (directory / ROLLOUT).exists():
-            self.rollout = rollout.from_state(torch.load(directory / ROLLOUT, weights_only=True))
+        self.model.load_critic(load_file(Path(resume_from_checkpoint) / CRITIC))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        in_use = self.state.global_step % self.plan.steps_per_batch > 0
+        if in_use and self.rollout is not None and self.args.should_save:
+            torch.save(self.rollout.state(), Path(output_dir) / ROLLOUT)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None and (Path(checkpoint) / ROLLOUT).exists():
+            self.rollout = rollout.from_state(torch.load(Path(checkpoint) / ROLLOUT, weights_only=True))
 
     @contextmanager
     def _policy_alone(self) -> Iterator[None]:
@@ -491,7 +501,8 @@ def train(run: Run) -> None:
     rewards = load(options, run, args.device)
     with refusals():
         trunk = critic_trunk(base, recipe) if options.value_head == "separate" else None
-        policy = get_peft_model(base, adapter_config(recipe.lora, base)) if recipe.lora else base
+        model, adapter = with_adapter(run, base)
+        policy = get_peft_model(model, adapter) if adapter else model
         trainer = Trainer(
             run,
             plan,

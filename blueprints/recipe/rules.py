@@ -245,7 +245,7 @@ def _methods_own_training(at: Checked) -> Iterator[Fault]:
 def _reference_by_adapter(at: Checked) -> Iterator[Fault]:
     """With an adapter the reference is the model with it switched off, which must be the base."""
     lora = at.recipe.lora
-    if lora is None or at.recipe.method not in ("ppo", "grpo"):
+    if lora is None or at.recipe.method != "grpo":
         return
     why = f"the reference of {at.recipe.method} is the model with the adapter switched off, which"
     if lora.init_lora_weights in ("pissa", "olora"):
