@@ -17,6 +17,7 @@ from test_ppo_math import gae, policy_loss, rewards_of, value_loss, whitened
 
 from blueprints.errors import BlueprintError, DataError, JobFailedError, UsageError
 
+pytestmark = pytest.mark.usefixtures("proved_here")
 OPTIONS = """
 ppo:
   reward_funcs: [{name: length, args: {max: 3}}]

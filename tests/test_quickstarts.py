@@ -61,3 +61,9 @@ def test_distillation_on_prompts_alone_closes_it_too(tmp_path: Path) -> None:
     metrics = train("quickstart-distill", tmp_path / "home", *changed)["metrics"]
     assert metrics["teacher_exact_match"] == 1  # its own answers are the references
     assert metrics["teacher_gap_closed"] >= 0.5
+
+
+def test_ppo_earns_a_higher_reward(tmp_path: Path) -> None:
+    metrics = train("quickstart-ppo", tmp_path)["metrics"]
+    assert 0.3 < metrics["reward_before"] < 0.5
+    assert metrics["reward_after"] >= metrics["reward_before"] + 0.4

@@ -161,7 +161,12 @@ def test_unknown_keys_lead_to_the_right_one(key: str, hint: str) -> None:
             "sft-lora", ("method=grpo", "sft=null", "lora.init_lora_weights=pissa"),
             "lora.init_lora_weights", "would lack what `pissa` takes out",
         ),
-        ("sft-lora", ("method=ppo", "sft=null", "lora.bias=all"), "lora.bias", "would keep the trained biases"),
+        ("sft-lora", ("method=grpo", "sft=null", "lora.bias=all"), "lora.bias", "would keep the trained biases"),
+        ("ppo-lora", ("ppo.value_head=separate", "lora.bias=all"), "lora.bias", "the critic"),
+        ("ppo-lora", ("ppo.value_head=separate", "lora.init_lora_weights=olora"), "lora.init_lora_weights", "the critic"),
+        ("ppo-lora", ("ppo.kl_coef=0", "ppo.kl_target=3.0"), "ppo.kl_target", "there is no KL penalty"),
+        ("ppo-lora", ("ppo.kl_horizon=3.0",), "ppo.kl_horizon", "stays as it is"),
+        ("ppo-lora", ("ppo.vf_coef=0", "ppo.cliprange_value=1.0"), "ppo.cliprange_value", "no value is learnt"),
         (
             "sft", ("model.added_tokens=[a]", "resources.gpu=2", "resources.strategy=zero3"),
             "model.added_tokens", "has sharded them",
