@@ -10,6 +10,7 @@ import contextlib
 import copy
 import itertools
 import json
+import re
 import threading
 import time
 import uuid
@@ -23,6 +24,8 @@ from urllib.parse import parse_qs, urlsplit
 import yaml
 
 Manifest = dict[str, Any]
+STAMP = re.compile(r"^\d{4}-\d\d-\d\dT[\d:.]+Z ")
+"""The time that the kubelet puts in front of a line, if it is asked to."""
 CLUSTER_SCOPED = ("clustertrainingruntimes", "namespaces")
 
 
@@ -389,7 +392,8 @@ class _Handler(BaseHTTPRequestHandler):
                 lines = state.logs[key][sent:]
                 sent += len(lines)
             for line in lines:
-                if line[:19] >= since[:19] and not self._chunk(line + "\n"):
+                shown = line if request.query.get("timestamps") == "true" else STAMP.sub("", line)
+                if line[:19] >= since[:19] and not self._chunk(shown + "\n"):
                     return
             ended = state.objects.get((f"{state.namespace}/pods", pod), {}).get("status", {}).get("phase")
             if request.query.get("follow") != "true" or ended in (None, "Succeeded", "Failed"):

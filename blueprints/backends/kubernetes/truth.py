@@ -100,8 +100,10 @@ def _trainers(objects: Objects) -> set[str]:
 
 def _runs(trainer: list[StepStatus]) -> bool:
     """Whether the training runs: every node does, or did and is being started again."""
-    return any(step.status == "Running" for step in trainer) and all(
-        step.status in ("Running", "Succeeded") or step.attempts > 1 for step in trainer
+    # Ended ones count: what ran is not taken for new while the controllers still write how it went.
+    begun = ("Running", "Succeeded", "Failed")
+    return any(step.status in begun for step in trainer) and all(
+        step.status in begun or step.attempts > 1 for step in trainer
     )
 
 
