@@ -75,7 +75,8 @@ class Place:
 
     def ended(self, name: str) -> JobStatus:
         """The job when it has ended."""
-        return self.backend.wait(name, timeout=PATIENCE)
+        self.backend.wait(name, timeout=PATIENCE)
+        return self.backend.get(name)  # a watch may tell of the job before it tells of its Pods
 
     def log(self, name: str, step: str = "node-0") -> str:
         """What a step printed."""
