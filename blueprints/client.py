@@ -18,6 +18,7 @@ from blueprints.custom_trainer import (
     custom_job,
     custom_name,
     for_this_machine,
+    set_words,
 )
 from blueprints.errors import JobFailedError, UsageError
 from blueprints.recipe import LoadedRecipe, load_recipe
@@ -48,6 +49,8 @@ from blueprints.types import (
     Runtime,
     RuntimeTrainer,
     Step,
+    TrainerArgs,
+    TrainerCommand,
     TrainJob,
     require_type,
 )
@@ -119,7 +122,8 @@ class TrainerClient:
                 `CustomTrainer`.
             initializer: data set and model, instead of the configuration's.
             trainer: what to train: a configuration, or a function of your own. Default: the runtime's own recipe.
-            options: `Name(...)`, `Labels(...)`, `Annotations(...)`, `ActiveDeadlineSeconds(...)`.
+            options: `Name(...)`, `Labels(...)`, `Annotations(...)`, `ActiveDeadlineSeconds(...)`; for an image also
+                `TrainerCommand([...])` and `TrainerArgs([...])`.
 
         Returns:
             the job's name. The name of a stopped or failed job with the same recipe makes that job go on.
@@ -346,11 +350,13 @@ def _apply(option: Option, job: Manifest) -> None:
             job["metadata"]["annotations"] |= annotations
         case ActiveDeadlineSeconds(seconds):
             job["spec"]["activeDeadlineSeconds"] = seconds
+        case TrainerCommand() | TrainerArgs():
+            set_words(option, job)
         case _:
             raise UsageError(
                 f"{option!r} is not an option",
                 where="train(options=...)",
-                todo="use Name, Labels, Annotations, ActiveDeadlineSeconds of blueprints.types",
+                todo="use Name, Labels, Annotations, ActiveDeadlineSeconds, TrainerCommand, TrainerArgs of blueprints.types",
             )
 
 

@@ -220,5 +220,19 @@ class ActiveDeadlineSeconds:
     seconds: int
 
 
-Option = Name | Labels | Annotations | ActiveDeadlineSeconds
+@dataclass(frozen=True)
+class TrainerCommand:
+    """Option of `TrainerClient.train` with a `CustomTrainerContainer`: what its image starts, instead of its own."""
+
+    command: list[str]
+
+
+@dataclass(frozen=True)
+class TrainerArgs:
+    """Option of `TrainerClient.train` with a `CustomTrainerContainer`: arguments of what its image starts."""
+
+    args: list[str]
+
+
+Option = Name | Labels | Annotations | ActiveDeadlineSeconds | TrainerCommand | TrainerArgs
 Callback = Callable[[TrainJob], None]

@@ -22,13 +22,13 @@ from jobs_kit import until
 
 from blueprints import CustomTrainer, CustomTrainerContainer, Initializer, TrainerClient
 from blueprints.client import WaitFailedError
-from blueprints.custom_trainer import custom_job, custom_name
+from blueprints.custom_trainer import custom_job, custom_name, set_words
 from blueprints.custom_trainer.source import literal, script_of
 from blueprints.errors import BlueprintError, UsageError
 from blueprints.jobset import build_job_set
 from blueprints.manifests import check_train_job
 from blueprints.runtimes import get_runtime
-from blueprints.types import ActiveDeadlineSeconds, Labels, Name
+from blueprints.types import ActiveDeadlineSeconds, Labels, Name, TrainerArgs, TrainerCommand
 
 OUTSIDE = 3
 DIRECT = "jax-distributed"
@@ -287,6 +287,36 @@ def test_an_image_needs_a_cluster(client: TrainerClient) -> None:
     with pytest.raises(UsageError, match="without initializers"):
         client.train(trainer=CustomTrainer(func=nothing), initializer=Initializer(dataset="builtin://orders"))
     assert client.list_jobs() == []
+
+
+def test_an_image_with_a_command_of_its_own() -> None:
+    runtime = get_runtime("torch-distributed")
+    job = custom_job(CustomTrainerContainer(image="reg/x:1", num_nodes=2, env={"A": "1"}), runtime, name="x")
+    assert "command" not in job["spec"]["trainer"]
+    set_words(TrainerCommand(["torchrun", "t.py"]), job)
+    set_words(TrainerArgs(["--lr", "1"]), job)
+    assert check_train_job(job, runtime) == []
+    container = build_job_set(job, runtime)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"][
+        "containers"
+    ][0]
+    assert (container["image"], container["command"], container["args"]) == (
+        "reg/x:1",
+        ["torchrun", "t.py"],
+        ["--lr", "1"],
+    )
+    with pytest.raises(UsageError, match="list of strings"):
+        set_words(TrainerCommand("torchrun"), job)  # type: ignore[arg-type] - the mistake of a user
+
+
+def test_a_function_brings_its_own_command(client: TrainerClient) -> None:
+    with pytest.raises(UsageError, match="bring their own command"):
+        client.train(trainer=CustomTrainer(func=nothing), options=[TrainerArgs(["x"])])
+    with pytest.raises(UsageError, match="bring their own command"):
+        client.train(
+            runtime="llm-sft",
+            initializer=Initializer("builtin://orders", "builtin://tiny-llama"),
+            options=[TrainerCommand(["x"])],
+        )
 
 
 # On this machine -----------------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from blueprints.errors import UsageError
 from blueprints.manifests import API_GROUP, API_VERSION, name_limit
 from blueprints.quantity import whole
 from blueprints.runtimes import INITIALIZERS, Manifest, ancestor_of, pod_spec, replicated_jobs
-from blueprints.trainjob import MANAGED_BY, literal_text
+from blueprints.trainjob import MANAGED_BY, RECIPE_HASH, literal_text
+from blueprints.types import TrainerArgs, TrainerCommand
 
 DEFAULT_RUNTIME = "torch-distributed"
 START = "import sys; exec(sys.argv[1])"
@@ -63,6 +64,23 @@ def custom_job(trainer: CustomTrainer | CustomTrainerContainer, runtime: Manifes
     }  # fmt: skip
 
 
+def set_words(option: TrainerCommand | TrainerArgs, job: Manifest) -> None:
+    """Put the command or the arguments of an option into the TrainJob of an image.
+
+    Raises:
+        UsageError: the job brings its own, a recipe's or a function's.
+    """
+    trainer = job["spec"]["trainer"]
+    key, words = ("command", option.command) if isinstance(option, TrainerCommand) else ("args", option.args)
+    where = f"{type(option).__name__}(...)"
+    if RECIPE_HASH in (job["metadata"].get("annotations") or {}) or START in trainer.get("command", []):
+        todo = "use it with CustomTrainerContainer(image=...)"
+        raise UsageError("a recipe and a function bring their own command", where=where, todo=todo)
+    if isinstance(words, str) or not all(isinstance(word, str) for word in words):
+        raise UsageError(f"found {words!r}", where=where, todo="give a list of strings")
+    trainer[key] = list(words)
+
+
 def custom_name(trainer: CustomTrainer | CustomTrainerContainer, runtime: Manifest) -> str:
     """A fresh name for a job: the function's or the image's, and six hexadecimal digits."""
     if isinstance(trainer, CustomTrainer):
@@ -84,7 +102,7 @@ def for_this_machine(job: Manifest, runtime: Manifest) -> tuple[Manifest, Manife
     """
     job, runtime = copy.deepcopy(job), copy.deepcopy(runtime)
     args = job["spec"]["trainer"].get("args")
-    if args is None:
+    if START not in job["spec"]["trainer"].get("command", []):
         todo = "use TrainerClient(backend='kubernetes'), or CustomTrainer(func=...)"
         raise UsageError("an image needs a cluster", where="train(trainer=CustomTrainerContainer(...))", todo=todo)
     for place, option in enumerate(args[:-1]):
