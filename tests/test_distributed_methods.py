@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import distill_workspace
 import methods_kit
 import pytest
 from methods_kit import TUNINGS
@@ -20,7 +21,11 @@ def dpo(root: Path) -> Path:
     return methods_kit.build(root, "dpo", methods_kit.preferences, EVAL)
 
 
-BUILD: dict[str, Callable[[Path], Path]] = {"dpo": dpo}
+def distill(root: Path) -> Path:
+    return distill_workspace.build(root, lmbda=0)  # answers that are sampled depend on who samples them
+
+
+BUILD: dict[str, Callable[[Path], Path]] = {"dpo": dpo, "distill": distill}
 """A small workspace by method. SFT has tests of its own."""
 MATRIX = [
     pytest.param(
@@ -66,3 +71,15 @@ def test_every_method_under_every_strategy(
     assert record["effective"]["strategy"] == strategy
     assert record["proofs"]["model" if tuning == "full" else "adapter"]["passed"]
     assert losses(root) == pytest.approx(alone(method, tuning), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_student_that_is_shared_answers_prompts(strategy: str, tmp_path: Path) -> None:
+    root = distill_workspace.build(tmp_path, lmbda=1, prompts_alone=True)
+    overrides = (*BOTH, f"resources.strategy={strategy}", "lora=null", "training.max_steps=6")
+    done = train(root, *overrides, processes=2, launch=True)
+    assert done.returncode == 0, done.stdout
+    metrics = run_record(root)["metrics"]
+    assert methods_kit.curve(root, "on_policy") == [1.0] * 6
+    assert metrics["teacher_kl_after"] < metrics["teacher_kl_before"]
