@@ -460,6 +460,19 @@ def test_an_mpi_gang(migrate: Any) -> None:
     assert "a gang starts at once" in result.err
 
 
+@pytest.mark.parametrize(("version", "limit", "told"), [("v2beta1", None, False), ("v1", 0, False)])
+def test_retries_of_launchers(migrate: Any, version: str, limit: int | None, told: bool) -> None:
+    launcher = replica({"name": "mpi", "command": ["mpirun", "x"]}, restart="Never")
+    worker = replica({"name": "mpi", "command": ["sleep", "1"]}, restart="Never")
+    result = migrate(mpi_job(version, launcher=launcher, worker=worker))
+    assert result.replicated("launcher")["template"]["spec"].get("backoffLimit") == limit
+    assert ("restarted without end" in result.err) == told
+
+
+def test_no_empty_lists_are_written(migrate: Any) -> None:
+    assert "[]" not in migrate(pytorch_job(replica())).text
+
+
 def test_several_jobs_and_other_objects_in_one_file(migrate: Any) -> None:
     claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "rows"}, "spec": {}}
     result = migrate(pytorch_job(replica()), claim, mpi_job())
@@ -470,10 +483,11 @@ def test_several_jobs_and_other_objects_in_one_file(migrate: Any) -> None:
 def test_it_writes_a_file_and_reads_standard_input(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(yaml.safe_dump(pytorch_job(replica()))))
+    service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "web"}}
+    monkeypatch.setattr(sys, "stdin", io.StringIO(yaml.safe_dump_all([pytorch_job(replica()), service])))
     assert main(["migrate", "-", "-o", str(tmp_path / "out.yaml")]) == 0
     assert main(["validate", "-f", str(tmp_path / "out.yaml")]) == 0
-    assert "standard input:" in capsys.readouterr().err
+    assert "Service web: is no job" in capsys.readouterr().err
 
 
 def broken(path: str, value: Any) -> Manifest:

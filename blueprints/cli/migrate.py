@@ -6,13 +6,14 @@ import argparse
 import sys
 
 from blueprints.errors import UsageError
-from blueprints.migrate import migrate_file
-from blueprints.migrate.read import left_alone
+from blueprints.manifest_files import read_documents
+from blueprints.migrate.read import left_alone, migrate
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the TrainJobs with their runtimes; what is not as it was goes to standard error."""
-    found = migrate_file(args.file, cluster=args.cluster)
+    documents = read_documents(args.file)
+    found = migrate(documents, "standard input" if args.file == "-" else args.file, cluster=args.cluster)
     text = "---\n".join(migration.to_yaml() for migration in found)
     if args.output is None:
         sys.stdout.write(text)
@@ -28,7 +29,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"{migration.kind} {migration.name}: {said}", file=sys.stderr)
         for remark in migration.remarks:
             print(f"  {remark}", file=sys.stderr)
-    if args.file != "-":
-        for remark in left_alone(args.file):
-            print(remark, file=sys.stderr)
+    for remark in left_alone(documents):
+        print(remark, file=sys.stderr)
     return 0

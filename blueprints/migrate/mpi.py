@@ -35,7 +35,9 @@ def from_mpi_job(old: Manifest, tell: Tell) -> Parts:
         written, replica = found[role]
         key = f"{SPECS}.{written}"
         main = main_container(replica["template"]["spec"], spec.get("mainContainer") or "mpi", key)
-        built[name] = replicated_job(name, replica, main=main, policy=policy, secret=secret, key=key, tell=tell)
+        built[name] = replicated_job(
+            name, replica, main=main, policy=policy, secret=secret, key=key, tell=tell, by_job=over_ssh
+        )
     node, launcher = built[TRAINER_CONTAINER], built[LAUNCHER]
     label_trainer(launcher)
     _serve_ssh(node, over_ssh, f"{SPECS}.{found['Worker'][0]}.template.spec.containers[0]", tell)

@@ -53,7 +53,15 @@ def main_container(pod: Manifest, preferred: str, key: str) -> str:
 
 
 def replicated_job(
-    name: str, replica: Manifest, *, main: str, policy: Manifest, secret: str, key: str, tell: Tell
+    name: str,
+    replica: Manifest,
+    *,
+    main: str,
+    policy: Manifest,
+    secret: str,
+    key: str,
+    tell: Tell,
+    by_job: bool = False,
 ) -> Manifest:
     """A replicatedJob of the Pod template of a v1 replica, its main container renamed to `node`.
 
@@ -65,13 +73,14 @@ def replicated_job(
         secret: a Secret to refer to instead of tokens written in plain text.
         key: where the replica is in the v1 job.
         tell: is told what has no counterpart.
+        by_job: the old operator made a Job of it, whose default of 6 retries holds then as now.
     """
     template = copy.deepcopy(replica["template"])
     pod: Manifest = template["spec"]
     _rename(pod, main, f"{key}.template.spec", tell)
     _clear_pod(pod, secret, f"{key}.template.spec", tell)
     job_spec: Manifest = {}
-    _retries(job_spec, pod, replica.get("restartPolicy") or "", policy, key, tell)
+    _retries(job_spec, pod, replica.get("restartPolicy") or "", policy, key, tell, by_job=by_job)
     metadata = plain_metadata(template.get("metadata"))
     job_spec["template"] = {**({"metadata": metadata} if metadata else {}), "spec": pod}
     return {"name": name, "replicas": 1, "template": {"spec": job_spec}}
@@ -164,13 +173,17 @@ def clean_env(entries: list[Manifest], secret: str, key: str, tell: Tell) -> lis
     return found
 
 
-def _retries(job_spec: Manifest, pod: Manifest, restart: str, policy: Manifest, key: str, tell: Tell) -> None:
+def _retries(
+    job_spec: Manifest, pod: Manifest, restart: str, policy: Manifest, key: str, tell: Tell, *, by_job: bool
+) -> None:
     limit = policy.get("backoffLimit")
     if restart == "Always":
         tell(f"{key}.restartPolicy", "Always became OnFailure: a Pod of a Job that has succeeded is not started again")
     pod["restartPolicy"] = "Never" if restart in ("Never", "ExitCode") else "OnFailure"
     if limit is not None:
         job_spec["backoffLimit"] = limit
+    elif by_job:
+        pass
     elif restart == "Never":
         job_spec["backoffLimit"] = 0  # the first failed Pod failed the v1 job
     else:

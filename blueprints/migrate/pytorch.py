@@ -136,10 +136,10 @@ class _Trainer:
             if words is not None:
                 home = trainer if len(words) <= _MOST else self.container
                 home[field] = [self._new_hosts(word, name, field) for word in words]
-        home = trainer if len(env) <= _MOST else self.container
-        home["env"] = [self._new_value(entry, name) for entry in env]
-        if home is trainer:
-            self.container.pop("env", None)
+        self.container.pop("env", None)
+        if env:
+            home = trainer if len(env) <= _MOST else self.container
+            home["env"] = [self._new_value(entry, name) for entry in env]
         if resources:
             trainer["resourcesPerNode"] = resources
         order = ("command", "args", "env", "numNodes", "numProcPerNode", "resourcesPerNode")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from blueprints.errors import Fault, ManifestError, UsageError
@@ -90,7 +90,11 @@ def migrate_file(source: str, *, cluster: bool = False) -> list[Migration]:
         UsageError: the file cannot be read, or holds no such job, or jobs of another kind.
         ManifestError: a job is invalid; every fault with file and line.
     """
-    documents = read_documents(source)
+    return migrate(read_documents(source), source, cluster=cluster)
+
+
+def migrate(documents: Sequence[Document], source: str, *, cluster: bool = False) -> list[Migration]:
+    """The same of objects that were read already."""
     jobs = [item for item in documents if _is_job(item)]
     if not jobs:
         kinds = ", ".join(sorted({item.kind for item in documents})) or "nothing"
@@ -103,14 +107,10 @@ def migrate_file(source: str, *, cluster: bool = False) -> list[Migration]:
     return [_migrate(item, cluster) for item in jobs]
 
 
-def left_alone(source: str) -> list[Remark]:
-    """The objects of a file that are no jobs and are not in the result."""
+def left_alone(documents: Sequence[Document]) -> list[Remark]:
+    """The objects that are no jobs and are not in the result."""
     text = "is no job and is not in the result: apply it as it is"
-    return [
-        Remark(item.where("kind"), f"{item.kind} {item.name}", text)
-        for item in read_documents(source)
-        if not _is_job(item)
-    ]
+    return [Remark(item.where("kind"), f"{item.kind} {item.name}", text) for item in documents if not _is_job(item)]
 
 
 def _is_job(item: Document) -> bool:
