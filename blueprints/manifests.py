@@ -26,6 +26,7 @@ from blueprints.runtimes import (
     replicated_jobs,
     trainer_container,
 )
+from blueprints.secret_text import has_secret, is_secret
 
 API_VERSION = "trainer.kubeflow.org/v1alpha1"
 API_GROUP = "trainer.kubeflow.org"
@@ -193,6 +194,8 @@ def _argument_list(values: Any, key: str, where: str) -> Iterator[Fault]:
         hint = "Put the settings into a recipe file instead of many overrides" if key.endswith("args") else ""
         yield Fault(where, key, f"has {len(values)} items", f"at most {_MAX_ITEMS}", hint)
     for place, value in enumerate(values):
+        if has_secret(value):
+            yield Fault(where, f"{key}[{place}]", "holds a secret in plain text", "a reference to a Secret in env")
         if len(value) > _MAX_ARGUMENT:
             yield Fault(where, f"{key}[{place}]", f"has {len(value)} characters", f"at most {_MAX_ARGUMENT}")
         if "\0" in value:
@@ -220,8 +223,10 @@ def _env(entries: Any, key: str, where: str, reserved: Sequence[str] = ()) -> It
             yield Fault(where, f"{key}.{name}", "is set by the control plane and may not be given", "another name")
         if value is not None and not isinstance(value, str):
             yield Fault(where, f"{key}.{name}", f"{value!r} is not a string", f"a string: {str(value).lower()!r}")
-        if value and name in SECRET_ENV:
-            hint = "Put it into a Secret and name that in runtime.secret_ref; on this machine export the variable"
+        if isinstance(value, str) and value and (name in SECRET_ENV or is_secret(name, value)):
+            hint = (
+                "Put it into a Secret and name that in runtime.secret_ref or runtime.env_from; here export the variable"
+            )
             yield Fault(where, f"{key}.{name}", "is a secret in plain text", "a reference to a Secret", hint)
         if value is not None and entry.get("valueFrom"):
             yield Fault(where, f"{key}.{name}", "has both value and valueFrom", "one of them")

@@ -22,7 +22,7 @@ class EnvVar:
     value: str | None = None
     field_path: str | None = None
     secret: tuple[str, str] | None = None
-    """Name of the Secret and its key."""
+    """Name of the Secret or ConfigMap and its key."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _step(name: str, replicated: Manifest, container: Manifest, index: int) -> S
 
 def _env_var(entry: Manifest) -> EnvVar:
     source = entry.get("valueFrom") or {}
-    secret = source.get("secretKeyRef")
+    secret = source.get("secretKeyRef") or source.get("configMapKeyRef")
     return EnvVar(
         name=entry["name"],
         value=None if source else str(entry.get("value") or ""),

@@ -20,6 +20,7 @@ from blueprints.runtimes import (
     Manifest,
     ancestor_of,
     get_runtime,
+    pod_spec,
     recipe_of,
     replicated_jobs,
     trainer_container,
@@ -27,12 +28,14 @@ from blueprints.runtimes import (
 
 if TYPE_CHECKING:
     from blueprints.recipe import LoadedRecipe
-    from blueprints.recipe.schema import Recipe
+    from blueprints.recipe.schema import EnvSource, Recipe, Toleration, Volume
 
 API_DOMAIN = "blueprints.llm-blueprints.dev"
 """Domain of this product's labels, annotations and patches."""
 RECIPE_HASH = f"{API_DOMAIN}/recipe-hash"
 """Annotation: sha256 of the resolved recipe. Equal hashes mean equal runs."""
+PATCH_MANAGER = f"{API_DOMAIN}/recipe"
+"""Under this name a recipe's volumes and placement are in `runtimePatches`: Kueue's and other clients' stay apart."""
 MANAGED_BY = {"app.kubernetes.io/managed-by": "llm-blueprints"}
 _SUFFIX_DIGITS = 6
 TEACHER = "teacher"
@@ -69,7 +72,7 @@ def train_job(loaded: LoadedRecipe, runtime: Manifest, *, name: str | None = Non
     metadata = {
         "name": default_name(loaded, runtime) if name is None else name,
         "labels": {**MANAGED_BY, **dict(sorted(recipe.runtime.labels.items()))},
-        "annotations": {RECIPE_HASH: recipe.hash()},
+        "annotations": {RECIPE_HASH: recipe.hash(), **dict(sorted(recipe.runtime.annotations.items()))},
     }
     spec: Manifest = {
         "runtimeRef": {"apiGroup": API_GROUP, "kind": runtime["kind"], "name": runtime["metadata"]["name"]},
@@ -78,10 +81,14 @@ def train_job(loaded: LoadedRecipe, runtime: Manifest, *, name: str | None = Non
     }
     if not spec["initializer"]:
         del spec["initializer"]
-    if teacher := _teacher(recipe, runtime, base, overrides):
-        spec["runtimePatches"] = [teacher]
+    if patches := _patches(recipe, runtime, _teacher_env(recipe, runtime, base, overrides)):
+        spec["runtimePatches"] = [patches]
+    if recipe.runtime.suspend:
+        spec["suspend"] = True
     if recipe.runtime.active_deadline_seconds is not None:
         spec["activeDeadlineSeconds"] = recipe.runtime.active_deadline_seconds
+    if recipe.runtime.managed_by is not None:
+        spec["managedBy"] = recipe.runtime.managed_by
     return {"apiVersion": API_VERSION, "kind": "TrainJob", "metadata": metadata, "spec": spec}
 
 
@@ -164,13 +171,13 @@ def _trainer(recipe: Recipe, base: str, overrides: list[str]) -> Manifest:
         limits[resources.gpu_resource] = resources.gpu
     if limits:
         trainer["resourcesPerNode"] = {"limits": limits}
-    if recipe.runtime.env:
-        trainer["env"] = _env(recipe.runtime.env)
+    if env := [*_env(recipe.runtime.env), *_env_from(recipe.runtime.env_from)]:
+        trainer["env"] = sorted(env, key=lambda entry: str(entry["name"]))
     return trainer
 
 
-def _teacher(recipe: Recipe, runtime: Manifest, base: str, overrides: list[str]) -> Manifest | None:
-    """The patch that hands the recipe to the step in which the teacher scores the rows; None without such a step.
+def _teacher_env(recipe: Recipe, runtime: Manifest, base: str, overrides: list[str]) -> list[Manifest]:
+    """The variables that hand the recipe to the step in which the teacher scores the rows; none without such a step.
 
     Raises:
         UsageError: the recipe needs the step, and the runtime makes everything else but has not got it.
@@ -184,17 +191,82 @@ def _teacher(recipe: Recipe, runtime: Manifest, base: str, overrides: list[str])
                 where="runtime.name",
                 todo="use llm-distill-offline or llm-distill-offline-gpu, or leave distill.teacher_top_k out",
             )
-        return None
+        return []
     variables = dict(recipe.runtime.env) | {
         "BLUEPRINTS_RECIPE": base,
         "BLUEPRINTS_OVERRIDES": json.dumps(overrides, ensure_ascii=False),
     }
-    pod = {"spec": {"containers": [{"name": TEACHER, "env": _env(variables)}]}}
-    job = {"name": TEACHER, "template": {"spec": {"template": pod}}}
+    return [*_env(variables), *_env_from(recipe.runtime.env_from)]
+
+
+def _env_from(sources: Mapping[str, EnvSource]) -> list[Manifest]:
+    entries = []
+    for name, source in sources.items():
+        kind = "secretKeyRef" if source.secret_key_ref is not None else "configMapKeyRef"
+        reference = source.secret_key_ref or source.config_map_key_ref
+        assert reference is not None  # a rule of recipes
+        value = {"name": reference.name, "key": reference.key, **({"optional": True} if reference.optional else {})}
+        entries.append({"name": name, "valueFrom": {kind: value}})
+    return entries
+
+
+def _patches(recipe: Recipe, runtime: Manifest, teacher_env: list[Manifest]) -> Manifest | None:
+    """What the recipe adds to the runtime's Pods: volumes and identity to every step, placement to those that compute, and
+    its variables to the teacher's, which the TrainJob has no field for."""
+    jobs = []
+    for job in replicated_jobs(runtime):
+        pod = _pod_patch(recipe, job)
+        if job.get("name") == TEACHER and teacher_env:
+            (container,) = pod.get("containers") or [{"name": TEACHER}]
+            pod["containers"] = [{**container, "env": teacher_env}]
+        if pod:
+            jobs.append({"name": job["name"], "template": {"spec": {"template": {"spec": pod}}}})
+    if not jobs:
+        return None
     return {
-        "manager": f"{API_DOMAIN}/recipe",
-        "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}},
+        "manager": PATCH_MANAGER,
+        "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": jobs}}},
     }
+
+
+def _pod_patch(recipe: Recipe, job: Manifest) -> Manifest:
+    asked = recipe.runtime
+    pod: Manifest = {}
+    if asked.service_account_name is not None:
+        pod["serviceAccountName"] = asked.service_account_name
+    if asked.image_pull_secrets:
+        pod["imagePullSecrets"] = [{"name": name} for name in asked.image_pull_secrets]
+    if ancestor_of(job) not in INITIALIZERS:
+        if asked.node_selector:
+            pod["nodeSelector"] = dict(sorted(asked.node_selector.items()))
+        if asked.tolerations:
+            pod["tolerations"] = [_toleration(toleration) for toleration in asked.tolerations]
+    if asked.volumes:
+        pod["volumes"] = [_volume(volume) for volume in asked.volumes]
+        mounts = [
+            {"name": volume.name, "mountPath": volume.mount_path, **({"readOnly": True} if volume.read_only else {})}
+            for volume in asked.volumes
+        ]
+        names = [container["name"] for container in pod_spec(job).get("containers") or []]
+        pod["containers"] = [{"name": name, "volumeMounts": mounts} for name in names]
+    return pod
+
+
+def _toleration(toleration: Toleration) -> Manifest:
+    fields = {
+        "key": toleration.key, "operator": toleration.operator, "value": toleration.value, "effect": toleration.effect,
+        "tolerationSeconds": toleration.toleration_seconds,
+    }  # fmt: skip
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _volume(volume: Volume) -> Manifest:
+    if volume.persistent_volume_claim is not None:
+        claim = {"claimName": volume.persistent_volume_claim, **({"readOnly": True} if volume.read_only else {})}
+        return {"name": volume.name, "persistentVolumeClaim": claim}
+    if volume.secret is not None:
+        return {"name": volume.name, "secret": {"secretName": volume.secret}}
+    return {"name": volume.name, "configMap": {"name": volume.config_map}}
 
 
 def _env(variables: Mapping[str, str]) -> list[Manifest]:

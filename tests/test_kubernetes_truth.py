@@ -339,7 +339,7 @@ CASES: dict[str, Case] = {
         lambda: Scene().initialized().with_job("node").event(
             "Job", "FailedCreate", 'error looking up service account team/me: serviceaccount "me" not found'
         ),
-        "Created", "FailedCreate", ("runtime.service_account",),
+        "Created", "FailedCreate", ("runtime.service_account_name",),
     ),
     "Pods against the namespace's security": Case(
         lambda: Scene().initialized().with_job("node").event(

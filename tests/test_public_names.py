@@ -20,7 +20,7 @@ PUBLIC = {
     # configurations, one per method, and their blocks
     "SFTConfig", "DPOConfig", "PPOConfig", "GRPOConfig", "DistillConfig", "QATConfig", "CustomConfig",
     "ModelConfig", "DatasetConfig", "LoraConfig", "TrainingConfig", "EvalConfig", "OutputConfig", "ResourcesConfig",
-    "RuntimeConfig", "RewardFunction",
+    "RuntimeConfig", "EnvSource", "KeyRef", "Toleration", "Volume", "RewardFunction",
     "SFTOptions", "DPOOptions", "PPOOptions", "GRPOOptions", "DistillOptions", "QATOptions",
     # recipes
     "Recipe", "LoadedRecipe", "Origin", "ShippedRecipe", "load_recipe", "overrides_between", "shipped_recipes",

@@ -38,6 +38,24 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
             "runtime.active_deadline_seconds=3600",
         ),
     ),
+    "sft-placed": (
+        "sft",
+        (
+            "runtime.env_from={WANDB_API_KEY: {secret_key_ref: {name: trackers, key: wandb}}, "
+            "A_LEVEL: {config_map_key_ref: {name: levels, key: a, optional: true}}}",
+            "runtime.env={B_LEVEL: '2'}",
+            "runtime.node_selector={pool: gpu, accelerator: h200}",
+            "runtime.tolerations=[{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}, {operator: Exists}]",
+            "runtime.volumes=[{name: rows, mount_path: /data, persistent_volume_claim: shared-rows, read_only: true}, "
+            "{name: ca, mount_path: /etc/ca, config_map: ca}, {name: keys, mount_path: /keys, secret: keys}]",
+            "runtime.service_account_name=trainer",
+            "runtime.image_pull_secrets=[registry]",
+            "runtime.suspend=true",
+            "runtime.managed_by=kueue.x-k8s.io/multikueue",
+            "runtime.annotations={example.com/owner: me}",
+            "dataset=file:///data/rows.jsonl",
+        ),
+    ),
     "sft-mig": ("sft-qlora", ("resources.gpu=2", "resources.gpu_resource=nvidia.com/mig-1g.10gb")),
 }
 

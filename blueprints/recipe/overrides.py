@@ -11,11 +11,12 @@ from blueprints.errors import Fault
 from blueprints.recipe.describe import map_field
 from blueprints.recipe.document import DocumentError, Node, Origin, read_value
 from blueprints.recipe.schema import Recipe, field_of_block
+from blueprints.secret_text import masked
 
 
 def read_override(text: str) -> tuple[Node | None, list[Fault]]:
     """The layer a `key=value` text makes and the faults of the text; None where nothing could be read."""
-    shown = text if text.isprintable() else repr(text)[1:-1]
+    shown = masked(text if text.isprintable() else repr(text)[1:-1])
     shown = shown if len(shown) <= 120 else shown[:116] + " ..."
     where = f"override '{shown}'"
     key, equals, value = text.partition("=")
@@ -106,7 +107,9 @@ def _data(value: Any) -> Any:
     """A field's value as JSON data; 1 and 1.0 and true stay apart."""
     if isinstance(value, list):
         return [_data(item) for item in value]
-    return value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+    if isinstance(value, dict):
+        return {key: _data(item) for key, item in value.items()}
+    return value.model_dump(mode="json", exclude_none=True) if isinstance(value, BaseModel) else value
 
 
 def _applied(base: Recipe, changes: dict[str, Any]) -> Recipe:

@@ -7,7 +7,7 @@ import sys
 from pydantic import BaseModel
 
 from blueprints.recipe.describe import accepts, default_of, item_model, model_of, one_line
-from blueprints.recipe.schema import BLOCK_ORDER, METHODS, Recipe, RewardFunction
+from blueprints.recipe.schema import BLOCK_ORDER, METHODS, Recipe
 
 HEAD = """# Recipe reference
 
@@ -57,9 +57,11 @@ def reference() -> str:
         if name in METHODS:
             title += f"\nOnly with `method: {name}`.\n"
         parts += [title, _table(block, name, list(block.model_fields))]
-        if any(item_model(field.annotation) is RewardFunction for field in block.model_fields.values()):
-            parts.append(f"Each of `{name}.reward_funcs` has:\n")
-            parts.append(_table(RewardFunction, f"{name}.reward_funcs", list(RewardFunction.model_fields)))
+        for key, field in block.model_fields.items():
+            item = item_model(field.annotation)
+            if item is not None:
+                parts.append(f"Each of `{name}.{key}` has:\n")
+                parts.append(_table(item, f"{name}.{key}", list(item.model_fields)))
     return "\n".join(parts)
 
 

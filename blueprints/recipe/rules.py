@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from blueprints.errors import Fault
+from blueprints.recipe.cluster_rules import cluster_faults
 from blueprints.recipe.document import KeyPath, Node
 from blueprints.recipe.rewards import reward_faults
 from blueprints.recipe.rows import formats_of, samples, wants_answers
@@ -573,6 +574,12 @@ def _groups(at: Checked) -> Iterator[Fault]:
         yield at.fault("grpo.vllm_server_base_url", reason, "", "Set `grpo.vllm_mode: server` or leave it out.")
 
 
+def _cluster(at: Checked) -> Iterator[Fault]:
+    """What is asked of a cluster, and secrets, which are asked of nobody."""
+    for key, problem, expected, hint in cluster_faults(at.recipe):
+        yield at.fault(key, problem, expected, hint)
+
+
 RULES: tuple[Rule, ...] = (
     _blocks_of_other_methods,
     _sources,
@@ -599,4 +606,5 @@ RULES: tuple[Rule, ...] = (
     _rewards,
     _critic,
     _groups,
+    _cluster,
 )

@@ -517,6 +517,58 @@ class ResourcesConfig(Block):
     state, with `zero3` the weights too; needs `pip install 'llm-blueprints[deepspeed]'`. `auto`: ddp."""
 
 
+class KeyRef(Block):
+    """One key of a Secret or ConfigMap."""
+
+    name: Text
+    """Of the Secret or ConfigMap, in the job's namespace."""
+    key: Text
+    """Which of its keys."""
+    optional: bool = False
+    """Whether the job may start without it; the variable is unset then."""
+
+
+class EnvSource(Block):
+    """Where a variable's value comes from: one of the two."""
+
+    secret_key_ref: KeyRef | None = None
+    """A key of a Secret."""
+    config_map_key_ref: KeyRef | None = None
+    """A key of a ConfigMap."""
+
+
+class Toleration(Block):
+    """A taint of nodes that the trainer's Pods tolerate. Names and meaning are Kubernetes'."""
+
+    key: str | None = None
+    """Key of the taint. Default, with operator `Exists`: every taint."""
+    operator: Literal["Equal", "Exists"] = "Equal"
+    """`Exists` takes any value."""
+    value: str | None = None
+    """Value of the taint."""
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """Effect of the taint. Default: every effect."""
+    toleration_seconds: NonNegativeInt | None = None
+    """Seconds to stay on a node that gets a `NoExecute` taint. Default: for ever."""
+
+
+class Volume(Block):
+    """Something that every step of the job sees at a path: one of the three kinds."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
+    """A name for it, unlike every other volume's."""
+    mount_path: Annotated[str, Field(pattern=r"^/[^:]*$")]
+    """Where it is seen, such as `/data`."""
+    persistent_volume_claim: Text | None = None
+    """A claim of the namespace, by its name. Several nodes need one with ReadWriteMany or ReadOnlyMany."""
+    secret: Text | None = None
+    """A Secret, its keys as files."""
+    config_map: Text | None = None
+    """A ConfigMap, its keys as files."""
+    read_only: bool = False
+    """Whether steps may only read it."""
+
+
 class RuntimeConfig(Block):
     """The ClusterTrainingRuntime the job runs on, and what the job adds to it."""
 
@@ -526,11 +578,31 @@ class RuntimeConfig(Block):
     image: str | None = None
     """Trainer image instead of the runtime's."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment of the trainer. Never put a secret here: use `secret_ref`."""
+    """Environment of the trainer. Never put a secret here: use `env_from`."""
+    env_from: dict[str, EnvSource] = Field(default_factory=dict)
+    """Environment of the trainer from Secrets and ConfigMaps, by variable:
+    `{WANDB_API_KEY: {secret_key_ref: {name: trackers, key: api-key}}}`. On this machine: from the environment."""
     secret_ref: str | None = None
     """Secret whose keys (`HF_TOKEN`, `ACCESS_TOKEN`, ...) become the initializers' environment."""
     labels: dict[str, str] = Field(default_factory=dict)
     """Labels of the TrainJob, such as `kueue.x-k8s.io/queue-name`."""
+    annotations: dict[str, str] = Field(default_factory=dict)
+    """Annotations of the TrainJob."""
+    node_selector: dict[str, str] = Field(default_factory=dict)
+    """Labels that the nodes of the trainer's Pods must have."""
+    tolerations: list[Toleration] = Field(default_factory=list)
+    """Taints of nodes that the trainer's Pods tolerate."""
+    volumes: list[Volume] = Field(default_factory=list)
+    """Claims, Secrets and ConfigMaps that every step sees as files, such as `{name: data, mount_path: /data,
+    persistent_volume_claim: rows}`."""
+    service_account_name: Text | None = None
+    """Service account of every Pod, for stores that know it. Default: the namespace's."""
+    image_pull_secrets: list[Text] = Field(default_factory=list)
+    """Secrets with the registry's login, for every Pod."""
+    suspend: bool = False
+    """Create the job suspended; `blueprints resume` lets it start. A queue does this by itself."""
+    managed_by: Literal["kueue.x-k8s.io/multikueue"] | None = None
+    """Who runs the job. `kueue.x-k8s.io/multikueue`: a worker cluster that MultiKueue chooses. Default: this cluster."""
     active_deadline_seconds: PositiveInt | None = None
     """Seconds after which the job is stopped and failed. Default: no limit."""
 

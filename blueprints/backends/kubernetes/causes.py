@@ -297,7 +297,7 @@ def _creation_todo(message: str, objects: Objects) -> str:
     if "exceeded quota" in message:
         return "ask for less (resources), or for more quota in this namespace; it goes on by itself when there is room"
     if "serviceaccount" in message.lower() or "service account" in message:
-        return "create that service account, or correct runtime.service_account"
+        return "create that service account, or correct runtime.service_account_name"
     if "PodSecurity" in message or "forbidden" in message.lower():
         return "ask the cluster's administrator"
     return "correct what it names, and create the job again"
