@@ -43,12 +43,17 @@ TEACHER = "teacher"
 
 
 def runtime_for(recipe: Recipe) -> Manifest:
-    """The runtime a resolved recipe runs on.
+    """The shipped runtime a resolved recipe runs on.
 
     Raises:
         UsageError: there is none of that name.
     """
-    return get_runtime(recipe.runtime.name or str(recipe.derived()["runtime.name"]))
+    return get_runtime(runtime_name(recipe))
+
+
+def runtime_name(recipe: Recipe) -> str:
+    """Name of the runtime a recipe runs on: the one it asks for, else its method's."""
+    return recipe.runtime.name or str(recipe.derived()["runtime.name"])
 
 
 def train_job(loaded: LoadedRecipe, runtime: Manifest, *, name: str | None = None) -> Manifest:

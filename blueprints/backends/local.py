@@ -18,11 +18,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator
+from datetime import datetime
 from pathlib import Path
 
 import yaml
 
 from blueprints.backends.processes import JOB_MARKER, STEP_MARKER, add_package_path, kill_marked, write_commands
+from blueprints.backends.results import Run, read_run
 from blueprints.backends.state import (
     COMPLETE,
     CREATED,
@@ -35,15 +37,19 @@ from blueprints.backends.state import (
 from blueprints.backends.supervisor import ALREADY_OWNED, fresh_steps
 from blueprints.errors import EnvironmentFault, UsageError
 from blueprints.manifests import require_valid
+from blueprints.progress import ProgressState, read_progress
 from blueprints.resolve import ResolvedJob, resolve
-from blueprints.runtimes import Manifest
+from blueprints.runtimes import Manifest, get_runtime, pod_spec, shipped_runtimes
 from blueprints.trainjob import RECIPE_HASH, to_yaml
+from blueprints.types import Event
 
 LIBRARIES = {
     "initializers": ("pyarrow", "transformers", "huggingface_hub", "jinja2"),
     "trainers": ("torch", "transformers", "trl", "peft", "datasets", "accelerate"),
 }
 """What the steps' own packages need beside the light client."""
+CLUSTER_ONLY = ("nodeSelector", "tolerations", "affinity", "serviceAccountName", "imagePullSecrets", "schedulingGates")
+"""Fields of a Pod that say where it lands and who it is: processes of this machine have no choice."""
 STARTED, RESUMED, ALREADY_COMPLETE = "started", "resumed", "complete"
 _LONGEST_NAME = 63
 _NAME = re.compile(rf"[a-z][-a-z0-9]{{0,{_LONGEST_NAME - 1}}}\Z")
@@ -60,9 +66,33 @@ class LocalBackend:
         home: directory for jobs. Default: see `home_directory`.
     """
 
+    name = "local"
+
     def __init__(self, home: Path | None = None) -> None:
         self.home = home_directory() if home is None else home.expanduser().absolute()
         self.jobs_directory = self.home / "jobs"
+
+    @property
+    def place(self) -> str:
+        """Where the jobs are."""
+        return str(self.jobs_directory)
+
+    # -- runtimes
+
+    def runtimes(self) -> list[Manifest]:
+        """The shipped runtimes."""
+        return list(shipped_runtimes().values())
+
+    def runtime(self, name: str) -> Manifest:
+        """See `blueprints.runtimes.get_runtime`."""
+        return get_runtime(name)
+
+    def notes(self, job: Manifest, runtime: Manifest) -> list[str]:
+        """What a job asks of a cluster's nodes and has no meaning for processes of this machine."""
+        del runtime
+        asked = [key for key in CLUSTER_ONLY for pod in _patched_pods(job) if pod.get(key)]
+        found = ", ".join(dict.fromkeys(asked))
+        return [f"{found} of the runtimePatches: of no meaning on this machine"] if found else []
 
     # -- starting
 
@@ -84,6 +114,7 @@ class LocalBackend:
         """
         require_valid(job, runtime)
         require_processes(runtime)
+        require_machine(job)
         require_libraries(resolve(job, runtime))
         directory = JobDirectory(self.jobs_directory / job["metadata"]["name"])
         with storage_faults(self.home), self._creating():
@@ -209,6 +240,42 @@ class LocalBackend:
         statuses = [self.get(name) for name in self.names()]
         return sorted(statuses, key=lambda status: status.created, reverse=True)
 
+    def progress(self, status: JobStatus) -> dict[str, ProgressState]:
+        """What the steps last reported."""
+        directory = JobDirectory(self.jobs_directory / status.name)
+        reports = {step.name: read_progress(directory.progress(step.name)) for step in status.steps}
+        return {name: report for name, report in reports.items() if report is not None}
+
+    def events(self, name: str) -> list[Event]:
+        """What happened to a job and its steps, oldest first."""
+        kinds = {"Job": "TrainJob", "Step": "Pod"}
+        return [
+            Event(
+                involved_object_kind=kinds.get(event["kind"], event["kind"]),
+                involved_object_name=event["name"],
+                message=event["message"],
+                reason=event["reason"],
+                event_time=datetime.fromisoformat(event["time"]),
+            )
+            for event in self.directory(name).events()
+        ]
+
+    def files(self, name: str) -> JobDirectory | None:
+        """The job's directory."""
+        return self.directory(name)
+
+    def run(self, name: str) -> Run | None:
+        """The record of a job's run; None while there is none."""
+        return read_run(self.directory(name))
+
+    def result_place(self, name: str) -> str:
+        """Where what was trained lies."""
+        return str(self.directory(name).output)
+
+    def watch(self, name: str) -> DirectoryWatch:
+        """Keep a job in view."""
+        return DirectoryWatch(self.directory(name))
+
     def wait(self, name: str, *, timeout: float | None = None, states: Collection[str] = ()) -> JobStatus:
         """Wait until a job has ended, or has reached one of `states`.
 
@@ -244,7 +311,32 @@ class LocalBackend:
                 raise UsageError(f"job {name!r} has no step {step!r}", where="--step", todo=todo)
         return _log_lines(directory, [step for step in known if not steps or step in steps], follow)
 
-    # -- ending
+    # -- ending and going on
+
+    def suspend(self, name: str) -> None:
+        """Ask a running job to save its state and stop.
+
+        Raises:
+            UsageError: it does not run.
+        """
+        if not self.directory(name).is_owned():
+            raise UsageError(f"job {name!r} does not run: it is {self.get(name).state}", where="NAME")
+        self.stop(name)
+
+    def resume(self, name: str) -> None:
+        """Let a stopped or failed job go on from its last checkpoint.
+
+        Raises:
+            UsageError: it runs, or is complete.
+        """
+        directory = self.directory(name)
+        if directory.read_status().state == COMPLETE:
+            raise UsageError(f"job {name!r} is complete", where="NAME")
+        stored = [
+            yaml.safe_load((directory.path / file).read_text(encoding="utf-8"))
+            for file in ("trainjob.yaml", "runtime.yaml")
+        ]
+        self.start(stored[0], stored[1])
 
     def stop(self, name: str, *, kill: bool = False) -> None:
         """Ask a running job to save its state and end; with `kill`, end it now. Returns at once."""
@@ -286,6 +378,58 @@ def require_processes(runtime: Manifest) -> None:
             where=f"{runtime['kind']} {runtime['metadata']['name']}",
             todo="leave runtime.name out here: several nodes are torchrun processes on this machine",
         )
+
+
+class DirectoryWatch:
+    """A job in view: its files are looked at again and again.
+
+    Args:
+        directory: of the job.
+    """
+
+    def __init__(self, directory: JobDirectory) -> None:
+        self.directory = directory
+
+    def status(self) -> JobStatus:
+        """The status now."""
+        return self.directory.read_status()
+
+    def wait(self, seconds: float) -> None:
+        """Wait so long."""
+        time.sleep(seconds)
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def _patched_pods(job: Manifest) -> list[Manifest]:
+    """The Pod specs in a TrainJob's patches."""
+    patches = (job.get("spec") or {}).get("runtimePatches") or []
+    specs = [((p.get("trainingRuntimeSpec") or {}).get("template") or {}).get("spec") or {} for p in patches]
+    return [pod_spec(entry) for spec in specs for entry in spec.get("replicatedJobs") or []]
+
+
+def require_machine(job: Manifest) -> None:
+    """See that a job asks for nothing that only a cluster has and that its steps would miss.
+
+    Raises:
+        UsageError: it does.
+    """
+    spec = job.get("spec") or {}
+    where, cluster = f"TrainJob {job['metadata']['name']}", "or run it in a cluster: --backend kubernetes"
+    if any(pod.get("volumes") for pod in _patched_pods(job)):
+        problem = "claims, Secrets and ConfigMaps cannot be mounted on this machine"
+        todo = f"leave runtime.volumes out and name the files themselves (file:///...), {cluster}"
+        raise UsageError(problem, where=where, todo=todo)
+    if spec.get("suspend"):
+        raise UsageError(
+            "a job that is created suspended waits in a cluster",
+            where=where,
+            todo=f"leave runtime.suspend out, {cluster}",
+        )
+    if str(spec.get("managedBy") or "").startswith("kueue"):
+        problem = "MultiKueue is not on this machine"
+        raise UsageError(problem, where=where, todo=f"leave runtime.managed_by out, {cluster}")
 
 
 def require_libraries(job: ResolvedJob) -> None:

@@ -34,7 +34,7 @@ from blueprints.backends.state import COMPLETE, JobStatus, StepStatus
 from blueprints.errors import UsageError
 from blueprints.manifests import require_valid
 from blueprints.progress import ProgressState
-from blueprints.runtimes import Manifest, find_runtime, get_runtime, short_name
+from blueprints.runtimes import Manifest, find_runtime, get_runtime, shared_claim_note, short_name
 from blueprints.trainjob import RECIPE_HASH
 from blueprints.types import Event
 
@@ -112,6 +112,12 @@ class KubernetesBackend:
         if _ships(name):
             todo = f"the cluster's admin installs it with `blueprints runtimes apply {name}`. {todo}"
         raise UsageError(f"the cluster has no runtime {name!r}", where=self.place, todo=todo)
+
+    def notes(self, job: Manifest, runtime: Manifest) -> list[str]:
+        """What needs care."""
+        nodes = int((job["spec"].get("trainer") or {}).get("numNodes") or 1)
+        note = shared_claim_note(runtime, nodes)
+        return [note] if note else []
 
     # -- starting
 
@@ -361,6 +367,10 @@ class KubernetesBackend:
         """None: the record of a run lies on the job's claim, where this machine cannot read it."""
         del name
         return None
+
+    def files(self, name: str) -> None:
+        """None: they are in the cluster."""
+        del name
 
     def result_place(self, name: str) -> str:
         """Where what was trained lies."""
