@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import platform
 import time
 from collections.abc import Collection, Iterator, Sequence
 from datetime import datetime
 from types import NoneType
 from typing import Any
 
-from blueprints.backends.local import LocalBackend
-from blueprints.backends.results import read_run
-from blueprints.backends.state import FAILED, JobDirectory, JobStatus
+from blueprints.backends.base import open_backend
+from blueprints.backends.state import FAILED, JobStatus, StepStatus
 from blueprints.custom_trainer import (
     DEFAULT_RUNTIME,
     CustomTrainer,
@@ -26,12 +27,10 @@ from blueprints.runtimes import (
     FRAMEWORK,
     Manifest,
     find_runtime,
-    get_runtime,
     recipe_of,
-    shipped_runtimes,
     trainer_container,
 )
-from blueprints.trainjob import default_name, runtime_for, train_job
+from blueprints.trainjob import default_name, runtime_name, train_job
 from blueprints.types import (
     ActiveDeadlineSeconds,
     Annotations,
@@ -72,7 +71,8 @@ __all__ = [
     "WaitFailedError",
 ]
 
-STATES = ("Created", "Running", "Complete", "Failed")
+STATES = ("Created", "Suspended", "Queued", "Initializing", "Running", "Complete", "Failed")
+"""Suspended, Queued and Initializing are only of a cluster."""
 
 
 class WaitFailedError(JobFailedError, RuntimeError):
@@ -83,22 +83,29 @@ class TrainerClient:
     """Starts and watches training jobs.
 
     Args:
-        backend: `local`: this machine.
+        backend: `local`: this machine; `kubernetes`: a cluster with Kubeflow Trainer.
+        kubeconfig: of the cluster. Default: `$KUBECONFIG`, `~/.kube/config`, else the Pod's own account.
+        context: of the kubeconfig. Default: its current one.
+        namespace: of the jobs. Default: the context's.
 
     Raises:
-        UsageError: there is no such backend in this version.
+        UsageError: there is no such backend, or no cluster is configured.
     """
 
-    def __init__(self, backend: str = "local") -> None:
-        if backend != "local":
-            what = "is not in this version" if backend == "kubernetes" else "does not exist"
-            todo = "use TrainerClient(backend='local'); for a cluster, `blueprints render` writes the TrainJob"
-            raise UsageError(f"the backend {backend!r} {what}", where="TrainerClient(backend=...)", todo=todo)
-        self.backend = LocalBackend()
+    def __init__(
+        self,
+        backend: str = "local",
+        *,
+        kubeconfig: str | None = None,
+        context: str | None = None,
+        namespace: str | None = None,
+    ) -> None:
+        self.backend = open_backend(backend, kubeconfig=kubeconfig, context=context, namespace=namespace)
+        self._seen: dict[str, Runtime] = {}
 
     def list_runtimes(self) -> list[Runtime]:
-        """The runtimes a job can name."""
-        return [_runtime(manifest) for manifest in shipped_runtimes().values()]
+        """The runtimes a job can name; in a cluster those that are installed."""
+        return [_runtime(manifest) for manifest in self.backend.runtimes()]
 
     def get_runtime(self, name: str) -> Runtime:
         """One runtime.
@@ -106,7 +113,25 @@ class TrainerClient:
         Raises:
             UsageError: there is none of that name.
         """
-        return _runtime(get_runtime(name))
+        return _runtime(self.backend.runtime(name))
+
+    def get_runtime_packages(self, runtime: str | Runtime) -> None:
+        """Print the Python packages that a runtime's trainer has: on this machine, those of this Python.
+
+        Raises:
+            UsageError: the runtime is in a cluster, where only its image knows.
+        """
+        found = runtime if isinstance(runtime, Runtime) else self.get_runtime(runtime)
+        if self.backend.name != "local":
+            raise UsageError(
+                "a job that only lists packages would fetch its model and rows first",
+                where="get_runtime_packages",
+                todo=f"kubectl run packages --rm -it --restart=Never --image {found.trainer.image} -- pip list",
+            )
+        packages = {item.metadata["Name"]: item.version for item in importlib.metadata.distributions()}
+        print(f"Python {platform.python_version()}")
+        for name in sorted(packages, key=str.lower):
+            print(f"{name}=={packages[name]}")
 
     def train(
         self,
@@ -138,8 +163,8 @@ class TrainerClient:
         name = runtime.name if isinstance(runtime, Runtime) else runtime
         if isinstance(trainer, CustomTrainer | CustomTrainerContainer):
             return self._train_custom(name, initializer, trainer, options or ())
-        loaded = _load(name, initializer, trainer)
-        manifest = runtime_for(loaded.recipe)
+        loaded = self._load(name, initializer, trainer)
+        manifest = self.backend.runtime(runtime_name(loaded.recipe))
         wanted = [option for option in options or () if isinstance(option, Name)]
         job_name = wanted[-1].name if wanted else default_name(loaded, manifest, unique=True)
         job = train_job(loaded, manifest, name=job_name)
@@ -160,20 +185,21 @@ class TrainerClient:
             raise UsageError(
                 "a function of your own runs without initializers", where="train(initializer=...)", todo=todo
             )
-        manifest = get_runtime(runtime or DEFAULT_RUNTIME)
+        manifest = self.backend.runtime(runtime or DEFAULT_RUNTIME)
         wanted = [option.name for option in options if isinstance(option, Name)]
         name = wanted[-1] if wanted else custom_name(trainer, manifest)
         job = custom_job(trainer, manifest, name=name)
         for option in options:
             _apply(option, job)
-        job, manifest = for_this_machine(job, manifest)
+        if self.backend.name == "local":
+            job, manifest = for_this_machine(job, manifest)
         self.backend.start(job, manifest, resume=f"TrainerClient().train(..., options=[Name({name!r})])")
         return name
 
     def list_jobs(self, runtime: str | Runtime | None = None) -> list[TrainJob]:
         """All jobs, the newest first; with `runtime` those on it."""
         name = runtime.name if isinstance(runtime, Runtime) else runtime
-        found = find_runtime(name, shipped_runtimes().values()) if name is not None else None
+        found = find_runtime(name, self.backend.runtimes()) if name is not None else None
         wanted = {name, found["metadata"]["name"]} if found else {name}
         return [self._job(status) for status in self.backend.jobs() if name is None or status.runtime in wanted]
 
@@ -197,17 +223,7 @@ class TrainerClient:
 
     def get_job_events(self, name: str) -> list[Event]:
         """What happened to a job and its steps, oldest first."""
-        kinds = {"Job": "TrainJob", "Step": "Pod"}
-        return [
-            Event(
-                involved_object_kind=kinds.get(event["kind"], event["kind"]),
-                involved_object_name=event["name"],
-                message=event["message"],
-                reason=event["reason"],
-                event_time=datetime.fromisoformat(event["time"]),
-            )
-            for event in self.backend.directory(name).events()
-        ]
+        return self.backend.events(name)
 
     def wait_for_job_status(
         self,
@@ -221,7 +237,7 @@ class TrainerClient:
 
         Args:
             name: the job.
-            status: of `Created`, `Running`, `Complete`, `Failed`.
+            status: of `Created`, `Running`, `Complete`, `Failed`; in a cluster also `Suspended`, `Queued`, `Initializing`.
             timeout: seconds to wait at most.
             polling_interval: seconds between two looks.
             callbacks: called with the job at each look.
@@ -245,38 +261,92 @@ class TrainerClient:
             if job.status == "Complete":
                 raise UsageError(f"job {name!r} is Complete and will not reach {', '.join(status)}", where="status")
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"job {name!r} is {job.status} after {timeout:g} s")
+                why = f": {job.message}" if job.message else ""
+                raise TimeoutError(f"job {name!r} is {job.status} after {timeout:g} s{why}")
             time.sleep(max(0.0, min(polling_interval, deadline - time.monotonic())))
 
     def delete_job(self, name: str) -> None:
-        """Stop a job if it runs, and remove it with all its files."""
+        """Stop a job if it runs, and remove it: on this machine with all its files; in a cluster what was trained stays on
+        the claim that its runtime retains.
+        """
         self.backend.delete(name, force=True)
 
+    def suspend_job(self, name: str) -> None:
+        """Stop a job, saving its state, so that it can go on later.
+
+        Raises:
+            UsageError: it does not run, or a queue decides when it does.
+        """
+        self.backend.suspend(name)
+
+    def resume_job(self, name: str) -> None:
+        """Let a suspended job go on from its last checkpoint.
+
+        Raises:
+            UsageError: it has ended (on this machine: is complete), or a queue decides when it runs.
+        """
+        self.backend.resume(name)
+
+    def _load(
+        self, runtime: str | None, initializer: Initializer | None, trainer: BuiltinTrainer | None
+    ) -> LoadedRecipe:
+        """The configuration with the initializer's sources and the runtime's name laid over it."""
+        layer: dict[str, Any] = {}
+        if trainer is not None:
+            layer = trainer.config.as_layer()
+        else:
+            base = recipe_of(self.backend.runtime(runtime)) if runtime else None
+            if base is None:
+                raise UsageError(
+                    "neither a trainer nor a runtime is given", where="train()", todo="give trainer= or runtime="
+                )
+            layer = load_recipe(base, environ={}).recipe.model_dump(mode="json", exclude_unset=True)
+        if runtime is not None:
+            self.backend.runtime(runtime)
+            layer["runtime"] = {**_block(layer.get("runtime"), "name"), "name": runtime}
+        if initializer is not None:
+            for role, source in (("dataset", initializer.dataset), ("model", initializer.model)):
+                if source is not None:
+                    layer[role] = {**_other_keys(layer.get(role)), **_source(role, source)}
+        return load_recipe(None, base=layer)
+
     def _job(self, status: JobStatus) -> TrainJob:
-        directory = JobDirectory(self.backend.jobs_directory / status.name)
-        run = read_run(directory)
+        directory = self.backend.files(status.name)
+        run = self.backend.run(status.name)
         return TrainJob(
             name=status.name,
-            runtime=_runtime_named(status.runtime),
-            steps=[
-                Step(
-                    name=step.name,
-                    status=step.status,
-                    pod_name=f"{status.name}-{step.replicated_job}-0-{step.index}",
-                    device="gpu" if step.gpus else "cpu",
-                    device_count=str(step.gpus) if step.gpus else "Unknown",
-                    exit_code=step.exit_code,
-                )
-                for step in status.steps
-            ],
+            runtime=self._runtime_named(status.runtime),
+            steps=[_step(status.name, step) for step in status.steps],
             num_nodes=status.num_nodes,
             creation_timestamp=datetime.fromisoformat(status.created),
             status=status.state,
             reason=status.reason,
             message=status.message,
-            output=str(directory.output) if directory.output.is_dir() else None,
+            output=str(directory.output) if directory is not None and directory.output.is_dir() else None,
             metrics=run.metrics if run else {},
         )
+
+    def _runtime_named(self, name: str) -> Runtime:
+        """A job's runtime, which may not be there any more; each is looked up once."""
+        if name not in self._seen:
+            try:
+                self._seen[name] = self.get_runtime(name)
+            except UsageError:
+                self._seen[name] = Runtime(name, RuntimeTrainer("BuiltinTrainer", "Unknown", "Unknown"))
+        return self._seen[name]
+
+
+def _step(job: str, step: StepStatus) -> Step:
+    device = step.device or ("gpu" if step.gpus else "cpu")
+    count = step.device_count or step.gpus
+    return Step(
+        name=step.name,
+        status=step.status,
+        pod_name=step.pod or f"{job}-{step.replicated_job}-0-{step.index}",
+        device=device,
+        device_count=str(count) if count else "Unknown",
+        exit_code=step.exit_code,
+    )
 
 
 def _check_arguments(runtime: object, initializer: object, trainer: object, options: object) -> None:
@@ -290,28 +360,6 @@ def _check_arguments(runtime: object, initializer: object, trainer: object, opti
         for role, kind in (("dataset", DatasetInitializer), ("model", ModelInitializer)):
             source = initializer.dataset if role == "dataset" else initializer.model
             require_type(source, (str, kind, NoneType), f"Initializer({role}=...)", f"a URI or {kind.__name__}(...)")
-
-
-def _load(runtime: str | None, initializer: Initializer | None, trainer: BuiltinTrainer | None) -> LoadedRecipe:
-    """The configuration with the initializer's sources and the runtime's name laid over it."""
-    layer: dict[str, Any] = {}
-    if trainer is not None:
-        layer = trainer.config.as_layer()
-    else:
-        base = recipe_of(get_runtime(runtime)) if runtime else None
-        if base is None:
-            raise UsageError(
-                "neither a trainer nor a runtime is given", where="train()", todo="give trainer= or runtime="
-            )
-        layer = load_recipe(base, environ={}).recipe.model_dump(mode="json", exclude_unset=True)
-    if runtime is not None:
-        get_runtime(runtime)
-        layer["runtime"] = {**_block(layer.get("runtime"), "name"), "name": runtime}
-    if initializer is not None:
-        for role, source in (("dataset", initializer.dataset), ("model", initializer.model)):
-            if source is not None:
-                layer[role] = {**_other_keys(layer.get(role)), **_source(role, source)}
-    return load_recipe(None, base=layer)
 
 
 def _block(value: Any, short: str) -> dict[str, Any]:
@@ -367,13 +415,6 @@ def _check_wait(status: Collection[str], timeout: float, polling_interval: float
         raise UsageError(problem, where="status", todo=f"use some of {', '.join(STATES)}")
     if timeout <= 0 or polling_interval <= 0:
         raise UsageError("must be positive", where="timeout and polling_interval")
-
-
-def _runtime_named(name: str) -> Runtime:
-    known = shipped_runtimes()
-    if name in known:
-        return _runtime(known[name])
-    return Runtime(name, RuntimeTrainer("BuiltinTrainer", "Unknown", "Unknown"))
 
 
 def _runtime(manifest: Manifest) -> Runtime:

@@ -197,8 +197,8 @@ class Scene:
 
 def show(server: ApiServer, scene: Scene) -> Scene:
     """Put a scene into a stand-in of the API server, where what was there of it is replaced."""
-    parts = [("trainjobs", [scene.job]), ("jobsets", [scene.job_set] if scene.job_set else []), ("jobs", scene.jobs),
-             ("pods", scene.pods), ("events", scene.events)]  # fmt: skip
+    parts = [("events", scene.events), ("pods", scene.pods), ("jobs", scene.jobs),
+             ("jobsets", [scene.job_set] if scene.job_set else []), ("trainjobs", [scene.job])]  # fmt: skip
     for plural, items in parts:
         there = server.all(plural)
         for item in items:

@@ -24,14 +24,18 @@ ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = [sys.executable, "-m", "blueprints"]
 ENVIRON = {name: value for name, value in os.environ.items() if name != "LORA_CONFIG"} | {"PYTHONPATH": str(ROOT)}
 
+PLACE = {"--backend", "--context", "--namespace", "--kubeconfig"}
 FLAGS = {
-    "train": {"-f", "--file", "--backend", "--name", "--detach", "--dry-run", "--json"},
+    "train": {"--name", "--detach", "--dry-run", "--json", "-f", "--file", *PLACE},
     "render": {"-f", "--file", "--name", "-o", "--jobset", "--output"},
-    "jobs": {"--json"},
-    "get": {"--json"},
-    "logs": {"--step", "--follow"},
-    "wait": {"--timeout", "--json"},
-    "delete": {"--force"},
+    "jobs": {"--json", *PLACE},
+    "get": {"--json", *PLACE},
+    "logs": {"--step", "--follow", *PLACE},
+    "events": {"--json", *PLACE},
+    "suspend": {*PLACE},
+    "resume": {*PLACE},
+    "wait": {"--timeout", "--json", *PLACE},
+    "delete": {"--force", "--claims", *PLACE},
     "recipes": {"--json"},
     "show": {"-f", "--file", "--json"},
     "explain": {"-f", "--file", "--json"},

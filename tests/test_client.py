@@ -160,11 +160,14 @@ def test_arguments_of_another_type_are_named(client: TrainerClient) -> None:
     assert client.list_jobs() == []
 
 
-def test_backends_of_other_versions_are_refused() -> None:
-    with pytest.raises(UsageError, match="not in this version"):
+def test_backends_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    with pytest.raises(UsageError, match="no cluster is configured"):
         TrainerClient(backend="kubernetes")
-    with pytest.raises(UsageError, match="does not exist"):
+    with pytest.raises(UsageError, match="no backend 'slurm'"):
         TrainerClient(backend="slurm")
+    with pytest.raises(UsageError, match="context means nothing on this machine"):
+        TrainerClient(context="gpus")
 
 
 def test_runtimes_are_listed() -> None:

@@ -50,6 +50,9 @@ class Backend(Protocol):
     def notes(self, job: Manifest, runtime: Manifest) -> list[str]:
         """What of a job has no effect here, or needs care."""
 
+    def check(self, job: Manifest, runtime: Manifest) -> Manifest:
+        """See whether a job would be taken, and change nothing; returns it as it would be."""
+
     def start(self, job: Manifest, runtime: Manifest, *, resume: str = "") -> str:
         """Run a job; returns `started`, `resumed` or `complete`."""
 
@@ -83,8 +86,8 @@ class Backend(Protocol):
     def stop(self, name: str, *, kill: bool = False) -> None:
         """Ask a job to save its state and stop; with `kill`, end it now."""
 
-    def delete(self, name: str, *, force: bool = False) -> None:
-        """Remove a job; with `force` also one that runs."""
+    def delete(self, name: str, *, force: bool = False, claims: bool = False) -> None:
+        """Remove a job; with `force` also one that runs, with `claims` also the claims that it leaves in a cluster."""
 
     def files(self, name: str) -> JobDirectory | None:
         """The job's files; None where this machine does not have them."""

@@ -96,6 +96,18 @@ class LocalBackend:
 
     # -- starting
 
+    def check(self, job: Manifest, runtime: Manifest) -> Manifest:
+        """See whether a job could run here; missing libraries are told of when it starts.
+
+        Raises:
+            ManifestError: the TrainJob or the runtime is invalid.
+            UsageError: they need a cluster.
+        """
+        require_valid(job, runtime)
+        require_processes(runtime)
+        require_machine(job)
+        return job
+
     def start(self, job: Manifest, runtime: Manifest, *, resume: str = "") -> str:
         """Run a job, go on with a stopped or failed one of the same name and recipe, or find it complete already.
 
@@ -112,9 +124,7 @@ class LocalBackend:
             UsageError: the name is taken by a running job or by another recipe, or the runtime needs a cluster.
             EnvironmentFault: libraries are missing, or the jobs' directory cannot be written.
         """
-        require_valid(job, runtime)
-        require_processes(runtime)
-        require_machine(job)
+        self.check(job, runtime)
         require_libraries(resolve(job, runtime))
         directory = JobDirectory(self.jobs_directory / job["metadata"]["name"])
         with storage_faults(self.home), self._creating():
@@ -346,12 +356,15 @@ class LocalBackend:
             with contextlib.suppress(ProcessLookupError):  # it ended between the two lines
                 os.kill(pid, signal.SIGQUIT if kill else signal.SIGTERM)
 
-    def delete(self, name: str, *, force: bool = False) -> None:
+    def delete(self, name: str, *, force: bool = False, claims: bool = False) -> None:
         """Remove a job with all its files, its trained model included.
 
         Raises:
-            UsageError: it runs, and `force` is not given.
+            UsageError: it runs, and `force` is not given; or `claims` is, which only a cluster has.
         """
+        if claims:
+            todo = "leave it out: all files of the job go with it"
+            raise UsageError("there are no claims on this machine", where="--claims", todo=todo)
         directory = self.directory(name)
         with storage_faults(self.home), self._creating():
             if directory.is_owned():

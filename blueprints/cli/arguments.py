@@ -68,12 +68,34 @@ def _job(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="name of the job, as `blueprints jobs` lists it")
 
 
+def _place(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_argument_group("where")
+    where.add_argument(
+        "--backend", choices=("local", "kubernetes"), default="local", help="this machine or a cluster (default: local)"
+    )
+    where.add_argument(
+        "--context", metavar="NAME", help="kubernetes: context of the kubeconfig (default: the current one)"
+    )
+    where.add_argument("--namespace", metavar="NAME", help="kubernetes: namespace of the jobs (default: the context's)")
+    where.add_argument("--kubeconfig", metavar="FILE", help="kubernetes: the kubeconfig (default: as kubectl finds it)")
+
+
+def _list_jobs(parser: argparse.ArgumentParser) -> None:
+    _json(parser)
+    _place(parser)
+
+
+def _change(parser: argparse.ArgumentParser) -> None:
+    _job(parser)
+    _place(parser)
+
+
 def _train(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backend", choices=("local",), default="local", help="where the job runs (default: local)")
     _name(parser, "name of the job; the name of a stopped job with the same recipe resumes it (default: derived)")
     parser.add_argument("--detach", action="store_true", help="start the job and return at once, printing its name")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
     _json(parser)
+    _place(parser)
 
 
 def _render(parser: argparse.ArgumentParser) -> None:
@@ -92,6 +114,7 @@ def _logs(parser: argparse.ArgumentParser) -> None:
     _job(parser)
     parser.add_argument("--step", metavar="STEP", help="one step only, such as dataset-initializer or node-0")
     parser.add_argument("--follow", action="store_true", help="go on printing until the job ends")
+    _place(parser)
 
 
 def _seconds(text: str) -> float:
@@ -108,16 +131,24 @@ def _wait(parser: argparse.ArgumentParser) -> None:
     _job(parser)
     parser.add_argument("--timeout", metavar="S", type=_seconds, help="give up after S seconds (default: never)")
     _json(parser)
+    _place(parser)
 
 
 def _delete(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", metavar="NAME", nargs="+", help="names of jobs")
     parser.add_argument("--force", action="store_true", help="stop a running job first")
+    parser.add_argument(
+        "--claims",
+        action="store_true",
+        help="kubernetes: also remove the claim with what was trained, which stays otherwise",
+    )
+    _place(parser)
 
 
 def _get(parser: argparse.ArgumentParser) -> None:
     _job(parser)
     _json(parser)
+    _place(parser)
 
 
 def _runtimes(parser: argparse.ArgumentParser) -> None:
@@ -240,11 +271,12 @@ JOB_VERBS = (
         "blueprints.cli.job:train",
         _train,
         "Turns the recipe into a TrainJob and runs its steps. Ctrl-C asks the job to stop, saving its state; a second "
-        "Ctrl-C kills it.",
+        "Ctrl-C kills it. A job in a cluster is only let go of, and goes on: `blueprints suspend` stops it.",
         (
             "blueprints train quickstart",
             "blueprints train sft-lora dataset=file:///data/chats.jsonl lora.r=8 --name chats",
             "blueprints train my.yaml -f big-gpu.yaml --detach",
+            "blueprints train my.yaml --backend kubernetes --context gpus --namespace team-a",
         ),
         recipe=True,
     ),
@@ -257,7 +289,14 @@ JOB_VERBS = (
         ("blueprints render sft-lora lora.r=8", "blueprints render my.yaml --name chats -o job.yaml"),
         recipe=True,
     ),
-    Verb("jobs", "list the jobs", "blueprints.cli.job:jobs", _json, "", ("blueprints jobs",)),
+    Verb(
+        "jobs",
+        "list the jobs",
+        "blueprints.cli.job:jobs",
+        _list_jobs,
+        "",
+        ("blueprints jobs", "blueprints jobs --backend kubernetes"),
+    ),
     Verb(
         "get",
         "show one job: state, steps, results",
@@ -273,6 +312,14 @@ JOB_VERBS = (
         _logs,
         "",
         ("blueprints logs chats --follow", "blueprints logs chats --step node-0"),
+    ),
+    Verb(
+        "events",
+        "show what happened to a job and its parts, in the order of time",
+        "blueprints.cli.job:events",
+        _get,
+        "In a cluster the events of its TrainJob, JobSet, Jobs and Pods, those that are gone included.",
+        ("blueprints events chats", "blueprints events chats --backend kubernetes"),
     ),
     Verb(
         "wait",
@@ -296,11 +343,28 @@ JOB_VERBS = (
         ),
     ),
     Verb(
+        "suspend",
+        "stop a job so that it can go on later",
+        "blueprints.cli.job:suspend",
+        _change,
+        "The trainer saves a checkpoint. In a cluster the Pods are deleted, and with them their logs.",
+        ("blueprints suspend chats", "blueprints suspend chats --backend kubernetes"),
+    ),
+    Verb(
+        "resume",
+        "let a suspended job go on from its checkpoint",
+        "blueprints.cli.job:resume",
+        _change,
+        "On this machine also a failed job.",
+        ("blueprints resume chats", "blueprints resume chats --backend kubernetes"),
+    ),
+    Verb(
         "delete",
         "delete jobs with their files",
         "blueprints.cli.job:delete",
         _delete,
-        "Deletes the job's state, logs and workspace. A running job is refused without --force.",
+        "Deletes the job's state, logs and workspace. A running job is refused without --force. In a cluster the claim with "
+        "what was trained stays, unless --claims is given.",
         ("blueprints delete chats", "blueprints delete chats old-job --force"),
     ),
 )

@@ -6,8 +6,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from blueprints.backends.state import JobDirectory, JobStatus, StepStatus, seconds_between
-from blueprints.progress import ProgressState, read_progress
+from blueprints.backends.state import JobStatus, StepStatus, seconds_between
+from blueprints.progress import ProgressState
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -33,12 +33,6 @@ class View(Protocol):
 
     def close(self) -> None:
         """The job has ended."""
-
-
-def progress_of(directory: JobDirectory, status: JobStatus) -> dict[str, ProgressState]:
-    """What the steps last reported."""
-    reports = {step.name: read_progress(directory.progress(step.name)) for step in status.steps}
-    return {name: report for name, report in reports.items() if report is not None}
 
 
 def open_view(stream: TextIO) -> View:
@@ -103,6 +97,11 @@ def elapsed(step: StepStatus) -> str:
     return "" if seconds is None else clock(seconds) if seconds >= 10 else f"{seconds:.1f} s"
 
 
+def _exit(step: StepStatus) -> str:
+    """How the step ended, where that is known."""
+    return "" if step.exit_code is None else f" with exit code {step.exit_code}"
+
+
 class PlainView:
     """One line per change, for logs and pipes.
 
@@ -133,11 +132,11 @@ class PlainView:
             self.say(f"{step.name}: started{attempt}")
             self._phase.pop(step.name, None)
         if step.status == "Succeeded":
-            self.say(f"{step.name}: finished in {elapsed(step)}")
+            self.say(f"{step.name}: finished{f' in {elapsed(step)}' if step.started else ''}")
         elif step.status == "Failed":
-            self.say(f"{step.name}: failed with exit code {step.exit_code} after {elapsed(step)}")
+            self.say(f"{step.name}: failed{_exit(step)}{f' after {elapsed(step)}' if step.started else ''}")
         elif step.status == "Pending" and step.attempts:
-            self.say(f"{step.name}: ended with exit code {step.exit_code}; will be started again")
+            self.say(f"{step.name}: ended{_exit(step)}; will be started again")
 
     def _report(self, name: str, report: ProgressState, *, starting: bool) -> None:
         phase, done, now = report["phase"], report["completed"], time.monotonic()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from blueprints.backends.results import Run
-from blueprints.backends.state import JobDirectory, JobStatus, seconds_between
+from blueprints.backends.state import JobStatus, seconds_between
 from blueprints.cli.live import duration
 from blueprints.measures import measures, results
 
@@ -16,8 +17,8 @@ SHOWN_FAULTS = 20
 _PIPE_WIDTH = 120
 
 
-def print_results(status: JobStatus, directory: JobDirectory, run: Run | None) -> None:
-    """The result of a complete job on standard output."""
+def print_results(status: JobStatus, output: str, run: Run | None) -> None:
+    """The result of a complete job, which lies in `output`, on standard output."""
     print()
     if run is not None:
         _print_samples(run.samples[:SHOWN_SAMPLES])
@@ -26,8 +27,8 @@ def print_results(status: JobStatus, directory: JobDirectory, run: Run | None) -
         for kind in ("adapter", "model"):
             if kind in run.artifacts:
                 print(f"{kind:<21}{run.artifacts[kind]}")
-    report = directory.output / "report.html"
-    print(f"{'report':<21}{report}" if report.is_file() else f"{'output':<21}{directory.output}")
+    report = Path(output) / "report.html"
+    print(f"{'report':<21}{report}" if report.is_file() else f"{'output':<21}{output}")
     seconds = seconds_between(status.started, status.ended)
     print(f"{'done':<21}{status.name} is complete, {duration(seconds or 0)} in all")
 
@@ -81,8 +82,8 @@ def _proofs(proofs: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def print_failure(status: JobStatus, directory: JobDirectory) -> None:
-    """Why a job failed, on standard error: the step's own words, else the end of its log."""
+def print_failure(status: JobStatus, log: str | None) -> None:
+    """Why a job failed, on standard error: the step's own words, else the end of its log; `log`: where that is."""
     if status.reason == "Stopped":
         lines = [f"job {status.name} was {status.message}"]
     else:
@@ -99,8 +100,8 @@ def print_failure(status: JobStatus, directory: JobDirectory) -> None:
         lines += ["  the end of its log:", *(f"  | {line}" for line in str(cause["log"]).splitlines()[-12:])]
     if status.todo:
         lines.append(f"  -> {status.todo}")
-    if step is not None:
-        lines.append(f"  log: {directory.log(step.name)}")
+    if log is not None:
+        lines.append(f"  log: {log}")
     print("\n".join(lines), file=sys.stderr)
 
 

@@ -133,7 +133,9 @@ class Cluster:
             UsageError: there is no configuration, or no such context.
         """
         configuration = kubernetes_client.Configuration()
-        named = kubeconfig or context or os.environ.get("KUBECONFIG") or DEFAULT_CONFIG.expanduser().exists()
+        # The library reads the variable only once, when it is imported.
+        kubeconfig = kubeconfig or os.environ.get("KUBECONFIG") or None
+        named = kubeconfig or context or DEFAULT_CONFIG.expanduser().exists()
         in_pod = NAMESPACE_FILE.exists() and not named
         try:
             if in_pod:

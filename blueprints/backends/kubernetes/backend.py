@@ -395,7 +395,7 @@ class KubernetesBackend:
                 last["seen"] = (time.monotonic(), before)
             return replace(seen, runtime=before.runtime, workload=before.workload)
 
-        return JobWatch(self.cluster, self.manifest(name), explain)
+        return JobWatch(self.cluster, self.manifest(name), explain, lambda: self.get(name))
 
     def follow(self, name: str, stop: threading.Event | None = None) -> Iterator[JobStatus]:
         """The job's status whenever something of it changes, until it has ended or `stop` is set.

@@ -87,7 +87,7 @@ def _state(objects: Objects, steps: list[StepStatus], condition: Manifest | None
     if _runs(trainer) or _runs_elsewhere(objects):
         return RUNNING
     waits = any(step.status != "Succeeded" for step in initializers)
-    return INITIALIZING if waits and any(step.attempts for step in initializers) else CREATED
+    return INITIALIZING if waits and any(step.pod for step in initializers) else CREATED
 
 
 def _trainers(objects: Objects) -> set[str]:
@@ -103,7 +103,7 @@ def _runs(trainer: list[StepStatus]) -> bool:
     # Ended ones count: what ran is not taken for new while the controllers still write how it went.
     begun = ("Running", "Succeeded", "Failed")
     return any(step.status in begun for step in trainer) and all(
-        step.status in begun or step.attempts > 1 for step in trainer
+        step.status in begun or step.attempts for step in trainer
     )
 
 
@@ -159,7 +159,10 @@ def _step(name: str, replicated: Manifest, index: int, objects: Objects) -> Step
     pods = pods_at(objects.pods, replicated["name"], index)
     if pods:
         _from_pod(step, pods[-1])
-        step.attempts = len(pods) + restarts(pods[-1])
+        begun = [pod for pod in pods if phase(pod) != "Pending"]
+        step.attempts = len(begun) + restarts(pods[-1])
+        if begun and begun[-1] is not pods[-1]:  # told of until the next one runs
+            step.exit_code = (terminated_of(begun[-1]) or {}).get("exitCode")
     else:
         _from_job(step, objects)
     return step

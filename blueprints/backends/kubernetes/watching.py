@@ -22,13 +22,21 @@ class JobWatch:
         cluster: where it is.
         job: the TrainJob as it is now.
         explain: reads what is not watched because it only explains: the runtime, and Kueue's Workload.
+        again: reads the status anew, for the last word on a job that has ended.
 
     Raises:
         ApiError: the cluster refuses, or cannot be reached.
     """
 
-    def __init__(self, cluster: Cluster, job: Manifest, explain: Callable[[Objects], Objects]) -> None:
-        self.job, self.explain = job, explain
+    def __init__(
+        self,
+        cluster: Cluster,
+        job: Manifest,
+        explain: Callable[[Objects], Objects],
+        again: Callable[[], JobStatus],
+    ) -> None:
+        self.job, self.explain, self.again = job, explain, again
+        self._last: JobStatus | None = None
         self._changes: queue.Queue[Change] = queue.Queue()
         self._now: dict[Kind, Mapping[str, Manifest]] = {}
         name = job["metadata"]["name"]
@@ -101,7 +109,17 @@ class JobWatch:
         seen = Objects(
             mine, None, next(iter(job_sets), None), self._items(api.JOBS), self.pods, self._items(api.EVENTS)
         )
-        return truth.status_of(self.explain(seen))
+        status = truth.status_of(self.explain(seen))
+        return self._ended(status) if status.finished else status
+
+    def _ended(self, status: JobStatus) -> JobStatus:
+        """The end of the TrainJob may be seen before the end of the Pod that is its cause: they are watched apart."""
+        if self._last is None:
+            try:
+                self._last = self.again()
+            except UsageError:  # deleted at once
+                self._last = status
+        return self._last if self._last.finished else status
 
     def close(self) -> None:
         """Watch no more."""
