@@ -378,6 +378,7 @@ def test_what_the_function_raises_is_the_failure(client: TrainerClient) -> None:
     status = client.backend.get("bad")
     assert {step.name: step.exit_code for step in status.steps}["node-1"] == 4
     assert status.steps[1].attempts == 1  # the function would fail again
+    assert log(client, "bad", "node-1").endswith("error: ValueError: the learning rate is a banana")
     assert 'of fails_on_one_node(): raise ValueError("the learning rate is a banana")' in log(client, "bad", "node-1")
 
 

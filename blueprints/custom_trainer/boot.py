@@ -119,7 +119,7 @@ def install(directory: Path, packages: list[str], urls: list[str]) -> str | None
         ", ".join(packages),
         todo,
     )
-    leave_code(directory, ENVIRONMENT if away else USER_INPUT)
+    leave_code(directory, ENVIRONMENT if away else USER_INPUT, cause)
     return None
 
 
@@ -151,6 +151,7 @@ def supervise(command: list[str], directory: Path) -> int:
         return DONE
     own = exit_code_of(directory)  # torchrun itself would always end with 1
     if own != DONE:
+        print(f"error: {first_failure(directory)[1]}", file=sys.stderr, flush=True)  # below torchrun's own report
         return own
     code = code if code > 0 else 128 - code
     killed = "a process was killed by a signal: most often the machine ran out of memory"
@@ -161,13 +162,21 @@ def supervise(command: list[str], directory: Path) -> int:
 
 def exit_code_of(directory: Path) -> int:
     """The code of the process that failed first; 0 if none said so."""
-    found = sorted((path.stat().st_mtime_ns, path.read_text()) for path in directory.glob("exit-code-*"))
-    return int(found[0][1]) if found else DONE
+    return first_failure(directory)[0]
 
 
-def leave_code(directory: Path, code: int) -> None:
+def first_failure(directory: Path) -> tuple[int, str]:
+    """Code and cause of the process that failed first."""
+    files = sorted(directory.glob("exit-code-*[0-9]"), key=lambda path: path.stat().st_mtime_ns)
+    code, _, problem = files[0].read_text(encoding="utf-8").partition(" ") if files else (str(DONE), "", "")
+    return int(code), problem
+
+
+def leave_code(directory: Path, code: int, problem: str) -> None:
     """Tell the supervising process how this one ends."""
-    (directory / f"exit-code-{os.getpid()}").write_text(str(code))
+    path = directory / f"exit-code-{os.getpid()}"
+    path.with_suffix(".new").write_text(f"{code} {problem}", encoding="utf-8")
+    path.with_suffix(".new").rename(path)
 
 
 def tell(code: int, problem: str, where: str, todo: str) -> None:
@@ -191,7 +200,7 @@ def tell(code: int, problem: str, where: str, todo: str) -> None:
 
 def run_function(function: Callable[..., object], arguments: dict[str, Any]) -> NoReturn:
     """Call the function in one of the node's processes and end the process as the call ended."""
-    code, directory = DONE, Path(os.environ[CODES])
+    code, said, directory = DONE, "", Path(os.environ[CODES])
     try:
         function(**arguments)
     except SystemExit as ended:
@@ -200,16 +209,11 @@ def run_function(function: Callable[..., object], arguments: dict[str, Any]) -> 
             said = str(ended.code) if isinstance(ended.code, str) else f"the function ended with exit code {code}"
             tell(code, said, function.__name__, "see its log")
     except BaseException as error:  # noqa: BLE001 - the edge of the process: all becomes an exit code
-        code = FAILED
+        code, said = FAILED, f"{type(error).__name__}: {error}"
         traceback.print_exception(type(error), error, _frames(error))
-        tell(
-            code,
-            f"{type(error).__name__}: {error}",
-            _place(error, function.__name__),
-            "see the traceback in its log",
-        )
+        tell(code, said, _place(error, function.__name__), "see the traceback in its log")
     if code:
-        leave_code(directory, code)
+        leave_code(directory, code, said)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # collectives of a failed peer can hang in the interpreter's shutdown
