@@ -190,6 +190,21 @@ def test_a_job_that_waits_in_a_queue(backend: KubernetesBackend, server: ApiServ
         backend.resume("demo")
 
 
+def test_all_jobs_are_listed_in_one_sweep(backend: KubernetesBackend, server: ApiServer) -> None:
+    """However many there are and whatever they wait for: a call per page of 500, none per job."""
+    for number in range(60):
+        kind = number % 3
+        scene = Scene(
+            f"job-{number}", spec={"suspend": True} if kind == 0 else {},
+            labels={"kueue.x-k8s.io/queue-name": "gpus"} if kind == 0 else {},
+        )  # fmt: skip
+        show(server, scene if kind == 0 else scene.initialized().with_pod("node", ("Running", "Pending")[kind - 1]))
+    before = len(server.requests)
+    states = [status.state for status in backend.jobs()]
+    assert len(server.requests) - before <= 8
+    assert (states.count("Queued"), states.count("Running"), states.count("Created")) == (20, 20, 20)
+
+
 def test_events_merged_in_the_order_of_time(backend: KubernetesBackend, server: ApiServer) -> None:
     scene = Scene(age=300).with_pod("node", "Running")
     scene.event("Pod", "Started", "Started container node", first=20, last=20, old_style=True, warning=False)

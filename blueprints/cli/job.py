@@ -86,7 +86,8 @@ def jobs(args: argparse.Namespace) -> int:
     backend = _backend(args)
     found = backend.jobs()
     if args.json:
-        _print_json([_as_json(status, backend) for status in found])
+        far = backend.name != "local"  # the progress of each would be a call or two
+        _print_json([_as_json(status, backend, progress=not far) for status in found])
         return 0
     if not found:
         print(f"no jobs in {backend.place}", file=sys.stderr)
@@ -392,7 +393,7 @@ def _what(status: JobStatus) -> str:
     return status.message or ", ".join(running)
 
 
-def _as_json(status: JobStatus, backend: Backend) -> dict[str, Any]:
+def _as_json(status: JobStatus, backend: Backend, *, progress: bool = True) -> dict[str, Any]:
     run, directory = backend.run(status.name), backend.files(status.name)
     seconds = seconds_between(status.started, status.ended)
     report = directory.output / "report.html" if directory is not None else None
@@ -409,7 +410,7 @@ def _as_json(status: JobStatus, backend: Backend) -> dict[str, Any]:
         "artifacts": dict(run.artifacts) if run else {},
         "metrics": dict(run.metrics) if run else {},
         "proofs": dict(run.proofs) if run else {},
-        "progress": backend.progress(status),
+        "progress": backend.progress(status) if progress else {},
     }
 
 

@@ -278,8 +278,10 @@ class KubernetesBackend:
 
     def _workload(self, job: Manifest) -> Manifest | None:
         """Kueue's Workload of a job that waits in a queue."""
-        if QUEUE not in (job["metadata"].get("labels") or {}) or not (job.get("spec") or {}).get("suspend"):
-            return None
+        return self._workloads().get(str(job["metadata"].get("uid"))) if _waits(job) else None
+
+    def _workloads(self) -> dict[str, Manifest]:
+        """Kueue's Workloads by their owner's uid; none where Kueue is not, or may not be looked at."""
         for kind in api.WORKLOADS:
             try:
                 items = self.cluster.find_all(kind)
@@ -287,12 +289,9 @@ class KubernetesBackend:
                 if error.status not in (403, 404):
                     raise
                 continue
-            for item in items:
-                owners = item["metadata"].get("ownerReferences") or []
-                if any(owner.get("uid") == job["metadata"].get("uid") for owner in owners):
-                    return item
-            return None
-        return None
+            owners = [(item["metadata"].get("ownerReferences") or [], item) for item in items]
+            return {str(owner.get("uid")): item for references, item in owners for owner in references}
+        return {}
 
     def events(self, name: str) -> list[Event]:
         """What happened to a job and all that belongs to it, in the order of time."""
@@ -326,6 +325,7 @@ class KubernetesBackend:
             target = event.get("involvedObject") or {}
             if target.get("kind") in EVENT_KINDS:
                 events.setdefault((str(target["kind"]), str(target.get("name"))), []).append(event)
+        workloads = self._workloads() if any(map(_waits, jobs)) else {}
         found = []
         for job in jobs:
             name = job["metadata"]["name"]
@@ -333,9 +333,8 @@ class KubernetesBackend:
             about = [("TrainJob", name), ("JobSet", name)]
             about += [(item["kind"], item["metadata"]["name"]) for item in [*own_jobs, *own_pods]]
             told = [event for key in about for event in events.get(key, [])]
-            seen = Objects(job, None, sets.get(name), own_jobs, own_pods, told)
-            waits = bool((job.get("spec") or {}).get("suspend"))
-            found.append(replace(seen, workload=self._workload(job)) if waits else seen)
+            workload = workloads.get(str(job["metadata"].get("uid")))
+            found.append(Objects(job, None, sets.get(name), own_jobs, own_pods, told, workload))
         return found
 
     # -- progress and results
@@ -529,6 +528,11 @@ class KubernetesBackend:
         seen = Objects(job, runtime=self._runtime_of(job), job_set=self._allowed(api.JOBSETS, name))
         found = [self._allowed(api.CLAIMS, claim) for claim in seen.claims]
         return [item for item in found if item and (item["metadata"].get("labels") or {}).get(JOBSET_NAME) == name]
+
+
+def _waits(job: Manifest) -> bool:
+    """Whether a job is in one of Kueue's queues and not admitted."""
+    return QUEUE in (job["metadata"].get("labels") or {}) and bool((job.get("spec") or {}).get("suspend"))
 
 
 def _ships(name: str) -> bool:

@@ -77,19 +77,20 @@ class Objects:
         uids = {item["metadata"].get("uid") for item in there if item}
         present = {(item.get("kind"), item["metadata"]["name"]) for item in [*self.jobs, *self.pods]}
         present |= {("TrainJob", self.name)} | ({("JobSet", self.name)} if self.job_set else set())
-        patterns, born = self._names(), parse_time(self.job["metadata"].get("creationTimestamp"))
+        born = parse_time(self.job["metadata"].get("creationTimestamp"))
         found = []
         for event in self.events:
             target = event.get("involvedObject") or {}
             kind, name, uid = target.get("kind"), str(target.get("name")), target.get("uid")
             if uid is None or uid not in uids:
-                pattern = patterns.get(str(kind))
+                pattern = self._names.get(str(kind))
                 replaced = uid is not None and (kind, name) in present
                 if pattern is None or replaced or not pattern.fullmatch(name) or parse_time(event_time(event)) < born:
                     continue
             found.append(event)
         return sorted(found, key=lambda event: parse_time(event_time(event)))
 
+    @cached_property
     def _names(self) -> dict[str, re.Pattern[str]]:
         """By kind, the names that objects of this job have."""
         name = re.escape(self.name)
