@@ -8,6 +8,7 @@ from typing import Any
 
 LABELS: dict[str, tuple[str, str]] = {
     "eval_loss": ("held-out loss", ".4f"),
+    "eval_loss_unquantized": ("without rounding", ".4f"),
     "exact_match": ("exact match", ".1%"),
     "contains": ("contains the reference", ".1%"),
     "numeric_match": ("numeric match", ".1%"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import hypothesis
@@ -23,10 +24,10 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 class _ProvedHere:
     """A proof that ran in this process, as `trainers.proof` sees the one it starts."""
 
-    def __init__(self, specification: Path, merge: bool) -> None:
+    def __init__(self, specification: Path, flags: Sequence[str]) -> None:
         from trainers import prove
 
-        self.returncode = prove.main([str(specification), *(["--merge"] if merge else [])])
+        self.returncode = prove.main([str(specification), *flags])
 
     def communicate(self) -> tuple[str, None]:
         return "", None
@@ -41,7 +42,4 @@ def proved_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The artifact proof in this process, not in a fresh one: seconds less, where the proof is not what is tested."""
     from trainers import proof
 
-    def start(specification: Path, *, merge: bool = False) -> _ProvedHere:
-        return _ProvedHere(specification, merge)
-
-    monkeypatch.setattr(proof, "_start", start)
+    monkeypatch.setattr(proof, "_start", _ProvedHere)

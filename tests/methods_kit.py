@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from sft_workspace import WORDS, losses, save_model, train_here
+from sft_workspace import WORDS, losses, raw_rows, save_model, tokenised, train_here
 
 from blueprints import load_recipe
 from blueprints.recipe.rows import KINDS, row_options
@@ -154,3 +154,8 @@ def tokenised_prompts(root: Path) -> list[list[int]]:
 
     rows = prompts(AutoTokenizer.from_pretrained(root / "model"), 40, 1)
     return [list(row["prompt_ids"]) for row in rows]
+
+
+def supervised(tokenizer: Any, count: int, seed: int) -> list[Row]:
+    """Rows as prepared for sft, qat and distillation: the words of `copy` in upper case carry loss."""
+    return [{"input_ids": ids, "completion_mask": mask} for ids, mask in tokenised(raw_rows(count, seed), tokenizer)]

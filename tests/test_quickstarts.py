@@ -67,3 +67,9 @@ def test_ppo_earns_a_higher_reward(tmp_path: Path) -> None:
     metrics = train("quickstart-ppo", tmp_path)["metrics"]
     assert 0.3 < metrics["reward_before"] < 0.5
     assert metrics["reward_after"] >= metrics["reward_before"] + 0.4
+
+
+def test_qat_wins_back_what_quantisation_loses(tmp_path: Path) -> None:
+    found = train("quickstart-qat", tmp_path)["quantization"]
+    assert found["post_training"] > found["full_precision"] + 0.1
+    assert found["recovered"] >= 0.5

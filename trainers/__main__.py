@@ -25,6 +25,7 @@ METHODS = {
     "distill": "trainers.distill:train",
     "dpo": "trainers.dpo:train",
     "ppo": "trainers.ppo:train",
+    "qat": "trainers.qat:train",
 }
 
 

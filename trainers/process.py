@@ -58,6 +58,7 @@ class Workspace:
     """The directories and files of the workspace contract."""
 
     root: Path
+    name: str = "output"
 
     @property
     def model(self) -> Path:
@@ -77,7 +78,7 @@ class Workspace:
 
     @property
     def output(self) -> Path:
-        return self.root / "output"
+        return self.root / self.name
 
 
 def workspace() -> Workspace:

@@ -44,7 +44,7 @@ class Expectation:
     """What a reloaded artifact is held against.
 
     Attributes:
-        kind: `adapter`, `model` or `merged`.
+        kind: `adapter`, `model`, `merged` or `quantized`.
         artifact: directory that was saved, relative to the output.
         base: the base model's directory, for an adapter.
         load: how to load: dtype, attention kernel, 4-bit settings, device, autocast.
@@ -143,8 +143,8 @@ def expect(
             "positions": positions,
             "tolerance": what.tolerance,
             "bound": what.tolerance * max(1.0, spread) if what.scaled else what.tolerance,
-            # Merging makes other tensors of them: there the logits alone are compared.
-            "tensors": {} if what.kind == "merged" else hashes(model, what.start, state),
+            # Merging and quantising make other tensors of them: there the logits alone are compared.
+            "tensors": {} if what.kind in ("merged", "quantized") else hashes(model, what.start, state),
         },
     )
     return path
@@ -178,9 +178,11 @@ class Proofs:
         """Start the first proof now: it imports and loads while the caller does other things."""
         if self._process is None and self._waiting:
             specification = self._waiting[0]
-            # A proved adapter is merged by the process that has it loaded, if the merged model is to be proved next.
+            # A proved adapter is merged by the process that has it loaded, if the merged model is to be proved next; the
+            # quantised model is made by the process that proves it.
             merge = specification.stem == "adapter" and any(path.stem == "merged" for path in self._waiting)
-            self._process = _start(specification, merge=merge)
+            flags = ["--merge"] if merge else ["--quantize"] if specification.stem == "quantized" else []
+            self._process = _start(specification, flags)
 
     def finish(self) -> dict[str, Any]:
         """Wait for all proofs.
@@ -214,15 +216,15 @@ class Proofs:
             self._process = None
 
 
-def _start(specification: Path, *, merge: bool = False) -> subprocess.Popen[str]:
-    """Start the fresh process on what `expect` has kept; `merge` saves the merged model as well."""
+def _start(specification: Path, flags: Sequence[str]) -> subprocess.Popen[str]:
+    """Start the fresh process on what `expect` has kept, with `flags` of `trainers.prove`."""
     specification.with_name(f"{specification.stem}.result.json").unlink(missing_ok=True)
     environment = {
         name: value
         for name, value in os.environ.items()
         if name not in TORCHRUN_VARIABLES and not name.startswith(("TORCHELASTIC_", "PET_", "BLUEPRINTS_LAUNCH"))
     }
-    command = [sys.executable, "-m", "trainers.prove", str(specification), *(["--merge"] if merge else [])]
+    command = [sys.executable, "-m", "trainers.prove", str(specification), *flags]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

@@ -1,7 +1,8 @@
 """`python -m trainers.prove output/proof/adapter.json`: reload a saved artifact from disk and hold it against the live
 model's logits and tensors, which the training process kept. Exit code 0: it computes the same; 4: it does not.
 
-With `--merge` the adapter, once proved, is merged into its base and saved as `output/model`.
+With `--merge` the adapter, once proved, is merged into its base and saved as `output/model`. With `--quantize` the
+quantised model is first made of `output/model`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ SHOWN = 5
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the proof; its findings go beside the specification as `<kind>.result.json`."""
     parser = argparse.ArgumentParser(prog="python -m trainers.prove", description="Prove a saved artifact again.")
-    parser.add_argument("specification", type=Path, help="output/proof/adapter.json, model.json or merged.json")
+    parser.add_argument(
+        "specification", type=Path, help="output/proof/adapter.json, model.json, merged.json or quantized.json"
+    )
     parser.add_argument("--merge", action="store_true", help="also save the adapter merged into its base")
+    parser.add_argument("--quantize", action="store_true", help="first make the quantised model")
     arguments = parser.parse_args(argv)
     from trainers.quiet import quiet
 
@@ -33,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     specification = json.loads(arguments.specification.read_text(encoding="utf-8"))
     output = arguments.specification.parents[1].absolute()
     result = arguments.specification.with_name(f"{specification['kind']}.result.json")
+    if arguments.quantize:
+        quantize(specification, output)
     found, model = prove(specification, output, arguments.specification.with_suffix(".safetensors"))
     if arguments.merge and found["passed"]:
         merge(model, specification, output)
@@ -85,14 +91,10 @@ def prove(specification: dict[str, Any], output: Path, logits: Path) -> tuple[di
     return found, model
 
 
-def reload(specification: dict[str, Any], output: Path, faults: list[str]) -> Any:
-    """Load the artifact as a user would; missing and unexpected weights are added to `faults`."""
+def settings_of(load: dict[str, Any]) -> dict[str, Any]:
+    """Settings of `from_pretrained` that make a model as the live one was."""
     import torch
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    from trainers.model import exact_on_cpu
-
-    load, artifact = specification["load"], output / specification["artifact"]
     settings: dict[str, Any] = {
         "dtype": getattr(torch, load["dtype"]),
         "attn_implementation": load["attn_implementation"],
@@ -102,6 +104,25 @@ def reload(specification: dict[str, Any], output: Path, faults: list[str]) -> An
     }
     if load["device"] != "cpu":
         settings["device_map"] = {"": int(load["device"].partition(":")[2] or 0)}
+    return settings
+
+
+def quantize(specification: dict[str, Any], output: Path) -> None:
+    """Make the quantised model of `output/model`, as Transformers reloads it."""
+    from trainers.quantize import save_quantised
+
+    load = specification["load"]
+    save_quantised(output / "model", output / specification["artifact"], load["torchao"], settings_of(load))
+
+
+def reload(specification: dict[str, Any], output: Path, faults: list[str]) -> Any:
+    """Load the artifact as a user would; missing and unexpected weights are added to `faults`."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    from trainers.model import exact_on_cpu
+
+    load, artifact = specification["load"], output / specification["artifact"]
+    settings = settings_of(load)
     is_adapter = specification["kind"] == "adapter"
     if is_adapter and load["quantization"]:
         settings["quantization_config"] = BitsAndBytesConfig(**load["quantization"])
@@ -111,6 +132,12 @@ def reload(specification: dict[str, Any], output: Path, faults: list[str]) -> An
     if not is_adapter:
         for word in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             faults += _listed(f"{word.partition('_')[0]} weights", sorted(str(key) for key in report[word]))
+        if "torchao" in load:
+            from trainers.quantize import torchao_layers
+
+            trained, seen = set(load["torchao"]["layers"]), set(torchao_layers(model))
+            faults += _listed("layers are not quantised", sorted(trained - seen))
+            faults += _listed("layers are quantised untrained", sorted(seen - trained))
         return model
     from peft import PeftModel
     from safetensors import safe_open

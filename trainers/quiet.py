@@ -46,6 +46,9 @@ def quiet(*, main: bool) -> None:
         warnings.filterwarnings("ignore", message=pattern)
     if not main:
         warnings.filterwarnings("ignore")
+    # Kernels of torchao for GPUs that this machine does not have, and its enums, which PyTorch now knows by itself.
+    logging.getLogger("torchao").addFilter(_Without("Could not load this library", "Failed to load"))
+    logging.getLogger("torch.utils._pytree").addFilter(_Without("is an Enum subclass"))
     # A faster kernel for 4-bit weights on CPU is not installed; the result is the same.
     # torchao looks for kernels of GPUs and Pythons that are not here, and for a newer way to name a constant.
     logging.getLogger("torchao").addFilter(_Without("Failed to load"))

@@ -29,6 +29,7 @@ PACKAGES = (
     "tokenizers",
     "safetensors",
     "bitsandbytes",
+    "torchao",
 )
 LOCK_PATIENCE = 15.0
 """Seconds to wait for a killed run's last process to let go of the output."""

@@ -107,6 +107,7 @@ def page(
     title = f"{record['recipe_name']}: {recipe['model']['uri']} on {recipe['dataset']['uri']}"
     sections = [
         ("Answers before and after", _samples(samples)),
+        ("What quantisation costs", _quantization(record.get("quantization", {}))),
         ("Curves", _curves(metrics)),
         ("Proofs", _proofs(record["proofs"])),
         ("What carried loss", _masks(record["proofs"].get("mask", {}))),
@@ -151,6 +152,26 @@ def _samples(samples: Sequence[Mapping[str, str]]) -> str:
         lines.append("<tr>" + "".join(f"<td class='{kind}'>{escape(text)}</td>" for kind, text in cells) + "</tr>")
     head = "".join(f"<th>{name}</th>" for name in ("prompt", "reference", "before", "after"))
     return f"<div class='card scroll'><table><tr>{head}</tr>{''.join(lines)}</table></div>"
+
+
+def _quantization(found: Mapping[str, Any]) -> str:
+    """The three held-out losses of quantisation-aware training."""
+    if not found:
+        return ""
+    recovered = found["recovered"]
+    words = {
+        "full_precision": "trained without rounding, full precision",
+        "post_training": "trained without rounding, quantised after training",
+        "qat": "trained for being quantised, quantised",
+    }
+    lines = [[text, f"{found[name]:.4f}"] for name, text in words.items()]
+    lines.append(
+        [
+            "of what quantisation loses, training for it wins back",
+            f"{recovered:.0%}" if recovered is not None else "nothing was lost",
+        ]
+    )
+    return _table(["model", "held-out loss"], lines)
 
 
 def _curves(metrics: Sequence[Mapping[str, Any]]) -> str:

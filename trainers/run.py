@@ -227,7 +227,13 @@ class Run:
         return [Setting("goes on from", "", seen)]
 
     def finish(
-        self, trainer: ResumableTrainer, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]]
+        self,
+        trainer: ResumableTrainer,
+        tokenizer: PreTrainedTokenizerBase,
+        rows: Sequence[Sequence[int]],
+        *,
+        further: Callable[[proof.Proofs, Sequence[Sequence[int]]], None] | None = None,
+        conclude: Callable[[], None] | None = None,
     ) -> None:
         """Save the artifact, measure again, prove the artifact in a fresh process, write the report.
 
@@ -235,6 +241,8 @@ class Run:
             trainer: as given to `fit`.
             tokenizer: saved beside the model.
             rows: token ids of the rows (held-out ones where there are any) that the proof compares logits on.
+            further: expects the proofs of a method's further artifacts, given the rows; on the ranks that prove.
+            conclude: called on all ranks once all is measured, before the report is written.
 
         Raises:
             proof.ProofError: the saved artifact does not compute what was trained.
@@ -255,11 +263,15 @@ class Run:
             say(f"saved {artifact}")
         if self.world.main or sharding.synced(self.strategy):
             expect_proofs(proofs, trainer, self.recipe, rows, self.start, state)
+            if further is not None:
+                further(proofs, rows)
         if self.world.main and self.device.type == "cpu":
             proofs.start()  # imports and loads while the evaluation runs; a GPU has no memory to spare for it
         assert self.measures is not None
         self.measures.take("after")
         self.record.measure(**self.measures.summary())
+        if conclude is not None:
+            conclude()
         if self.world.main:
             with WATCH.paused():
                 self._prove(trainer, proofs)
@@ -433,7 +445,7 @@ def expect_proofs(
     """Keep what the live model computes on `rows`, for the artifact and, if asked for, the merged model."""
     kind = "adapter" if recipe.lora else "model"
     proofs.expect(trainer.language_model, rows, expectation(kind, kind, trainer, recipe, start), state)
-    if recipe.lora and recipe.output.merge:
+    if recipe.lora and (recipe.output.merge or recipe.qat):  # what is quantised in the end is the merged model
         proofs.expect(trainer.language_model, rows, expectation("merged", "model", trainer, recipe), state)
 
 
@@ -464,7 +476,8 @@ def expectation(
     exact = dtype == "float32" and not args.bf16 and quantised is None
     tolerance = recipe.output.proof_tolerance
     # A merge rounds every weight once more, and its layers compute in another order.
-    default = 1e-3 if exact else 0.2 if kind == "merged" else 0.1
+    # What is quantised can lie between two steps: the last digit then decides for the one or the other.
+    default = 0.1 if kind == "quantized" else 1e-3 if exact else 0.2 if kind == "merged" else 0.1
     return proof.Expectation(
         kind=kind,
         artifact=artifact,
@@ -486,7 +499,7 @@ def expectation(
 
 def artifacts(output: Path) -> dict[str, str]:
     """Paths of what the run leaves, by what they are."""
-    found = {name: str(output / name) for name in ("adapter", "model") if (output / name).is_dir()}
+    found = {name: str(output / name) for name in ("adapter", "model", "quantized") if (output / name).is_dir()}
     return found | {"report": str(output / "report.html"), "proof": str(output / "proof.json")}
 
 

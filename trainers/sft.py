@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from trl import SFTConfig, SFTTrainer
 
+from blueprints.recipe.rows import row_options
 from trainers import evaluate
 from trainers.checkpoint import ResumableTrainer
 from trainers.data import PreparedData, first_ids, open_prepared, with_labels
@@ -78,7 +80,7 @@ def config(run: Run) -> SFTConfig:
 def settings(trainer: Trainer, run: Run, data: PreparedData, rows: Any) -> list[Setting]:
     """Lines of the effective settings on rows, packing, batch and steps."""
     counts, args = data.counts("train"), trainer.args
-    asked = bool(run.recipe.sft and run.recipe.sft.packing)
+    asked = bool(row_options(run.recipe)["packing"])
     lines = [Setting("packing", "on" if asked else "off", "on" if data.packed else "off", asked == data.packed)]
     if data.packed:
         row = next((row for row in rows if len(row["seq_lengths"]) > 1), rows[0])
@@ -97,8 +99,14 @@ def settings(trainer: Trainer, run: Run, data: PreparedData, rows: Any) -> list[
     ]
 
 
-def held_out_measures(run: Run, trainer: ResumableTrainer, tokenizer: Any, held_out: Any) -> Measures:
-    """Held-out loss, answers, and the recipe's metric on them."""
+def held_out_measures(
+    run: Run,
+    trainer: ResumableTrainer,
+    tokenizer: Any,
+    held_out: Any,
+    numbers: Callable[[], Mapping[str, float]] | None = None,
+) -> Measures:
+    """Held-out loss (or other `numbers`), answers, and the recipe's metric on them."""
     if held_out is None:
         return Measures(run, trainer, tokenizer, rows=0)
     recipe = run.recipe
@@ -111,6 +119,6 @@ def held_out_measures(run: Run, trainer: ResumableTrainer, tokenizer: Any, held_
         rows=len(held_out),
         asked=asked,
         stops=stops,
-        numbers=lambda: {"eval_loss": trainer.evaluate()["eval_loss"]},
+        numbers=numbers or (lambda: {"eval_loss": trainer.evaluate()["eval_loss"]}),
         scores=None if recipe.eval.metric == "none" else lambda given: evaluate.scores(recipe, given, asked),
     )

@@ -472,12 +472,17 @@ class DistillOptions(Block):
 class QATOptions(Block):
     """Quantisation-aware training (torchao)."""
 
-    base_config: Literal["int8_dynamic_act_int4_weight", "int4_weight_only", "int8_weight_only"] = (
-        "int8_dynamic_act_int4_weight"
-    )
-    """The quantisation the model is trained for, by torchao's name."""
+    base_config: Literal[
+        "int8_dynamic_act_int4_weight", "int8_weight_only", "int4_weight_only", "int3_weight_only", "int2_weight_only"
+    ] = "int8_dynamic_act_int4_weight"
+    """The quantisation the model is trained for, by torchao's names: weights of so many bits, symmetric, with a scale for
+    each group; the first rounds the layers' inputs to 8 bits as well. The fewer bits, the more there is to win back."""
     group_size: Annotated[int, Field(ge=8)] = 32
-    """Weights that share one scale. Smaller is more precise and larger on disk."""
+    """Weights that share one scale. Smaller is more precise and larger on disk. The inputs of every layer must be a whole
+    number of groups."""
+    compare: bool = True
+    """First train the same without rounding, to report three held-out losses: full precision, quantised after training,
+    quantised with QAT. Doubles the time of training; `false` leaves the first two out. Needs held-out rows."""
     packing: bool = False
     """Fill sequences of `training.max_length` with several rows."""
     completion_only_loss: bool = True
@@ -1009,6 +1014,21 @@ IDLE = (
         "policy and reference are compared without dropout, as TRL does",
         "Leave it out.",
         off_is_fine=True,
+    ),
+    Idle(
+        "lora.lora_dropout",
+        "method",
+        lambda recipe: recipe.method == "qat",
+        "the sum of weight and adapter is rounded, and dropout acts on the adapter's input alone",
+        "Leave it out.",
+        off_is_fine=True,
+    ),
+    Idle(
+        "output.merge",
+        "method",
+        lambda recipe: recipe.method == "qat",
+        "what is quantised is the merged model, which is saved in any case",
+        "Leave it out.",
     ),
     *(
         Idle(
