@@ -136,9 +136,10 @@ def test_a_run_stopped_in_either_training_goes_on(tmp_path: Path, monkeypatch: p
     interrupt(root, monkeypatch, 2)
     assert (root / "output" / "plain" / "checkpoint-2").is_dir()
     assert run_record(root)["status"] == "stopped"
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr("trainers.qat.write_json", _then_stop)
-        train_here(root, patch)  # ends when the first training is done
+        with pytest.raises(KeyboardInterrupt):
+            train_here(root, patch)  # ends when the first training is done
     kept = json.loads((root / "output" / "plain.json").read_text())
     assert train_here(root, monkeypatch) == 0
     assert losses(root) == losses(unbroken)
