@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sft_workspace import build, command, environment, losses, run_record, train, train_here
 
-from blueprints.errors import BlueprintError, DataError
+from blueprints.errors import BlueprintError, DataError, UsageError
 
 VARIANTS = {
     "full": ["lora=null", "training.learning_rate=1.0e-3"],
