@@ -419,8 +419,9 @@ def _check_wait(status: Collection[str], timeout: float, polling_interval: float
 
 def _runtime(manifest: Manifest) -> Runtime:
     container = trainer_container(manifest) or {}
+    reads_recipes = "trainers" in (container.get("command") or [])
     trainer = RuntimeTrainer(
-        trainer_type="BuiltinTrainer",
+        trainer_type="BuiltinTrainer" if reads_recipes else "CustomTrainer",
         framework=str((manifest["metadata"].get("labels") or {}).get(FRAMEWORK, "Unknown")),
         image=str(container.get("image", "Unknown")),
         num_nodes=int((manifest["spec"].get("mlPolicy") or {}).get("numNodes", 1)),

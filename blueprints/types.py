@@ -96,7 +96,7 @@ class RuntimeTrainer:
     """The trainer of a runtime.
 
     Attributes:
-        trainer_type: always `BuiltinTrainer`: the runtimes bring their own trainer.
+        trainer_type: `BuiltinTrainer` where the runtime brings a trainer that reads recipes, else `CustomTrainer`.
         framework: the runtime's framework label.
         image: image of the trainer.
         num_nodes: nodes when the job says nothing.

@@ -466,6 +466,13 @@ def test_the_first_part_runs_on_its_own(tmp_path: Path) -> None:
     assert "killed by a signal" in json.loads(cause.read_text())["problem"]
 
 
+def test_runtimes_say_which_trainer_they_are_for(client: TrainerClient) -> None:
+    types = {
+        name: client.get_runtime(name).trainer.trainer_type for name in ("llm-sft", "llm-custom", "torch-distributed")
+    }
+    assert types == {"llm-sft": "BuiltinTrainer", "llm-custom": "BuiltinTrainer", "torch-distributed": "CustomTrainer"}
+
+
 def test_errors_are_ours(client: TrainerClient) -> None:
     with pytest.raises(BlueprintError):
         client.train(trainer=CustomTrainer(func=nothing, num_nodes=2), runtime="no-such-runtime")
