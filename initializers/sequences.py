@@ -12,7 +12,7 @@ import numpy as np
 from blueprints.errors import Fault, UsageError
 from blueprints.recipe.rows import Kind, row_options, samples
 from blueprints.recipe.schema import Recipe
-from initializers.messages import Example, Preference, Prompt, answer, question
+from initializers.messages import Chat, Example, Message, Preference, Prompt, answer, question
 from initializers.tokens import ChatTokenizer, Notes, Refused, Rendered, Tokens
 
 PROVED_ROWS = 32
@@ -354,11 +354,16 @@ class _Prompts:
                     {
                         "prompt_ids": ids,
                         "prompt": question(example),
-                        "messages": _json(item.chat.messages if item.chat else item.text),
+                        "messages": _json(_own_form(item, example)),
                         "columns": _json(example.columns),
                         "reference": example.reference,
                     },
                 )
+
+
+def _own_form(item: Rendered, example: Prompt) -> list[Message] | str:
+    """The prompt in the form of its row, which rewards get it in: messages, or a text."""
+    return item.chat.messages if item.chat and isinstance(example.asked, Chat) else question(example)
 
 
 def _prompt_ids(fit: _Fit, where: str, sequence: Tokens, report: SplitReport) -> Any | None:

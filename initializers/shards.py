@@ -65,7 +65,7 @@ def columns_of(kind: Kind, *, held_out: bool, packed: bool = False, prompts: boo
         document of the sequence); `prompt_length` (tokens before the last answer; 0: plain text) and, held out,
         `prompt` (what is asked, without the template). `preference`: `prompt_ids`, `chosen_ids`, `rejected_ids`; held
         out, their texts `prompt`, `chosen`, `rejected`. `prompt`: `prompt_ids`; `prompt`; `messages` (JSON: the
-        prompt's messages, or its text); `columns` (JSON: the row's other columns); `reference` (the right answer).
+        prompt as its row has it, messages or a text); `columns` (JSON: the row's other columns); `reference` (the right answer).
     """
     if kind == "preference":
         texts = {"prompt": TEXT, "chosen": TEXT, "rejected": TEXT} if held_out else {}

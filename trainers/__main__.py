@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 METHODS = {
     "sft": "trainers.sft:train",
+    "grpo": "trainers.grpo:train",
     "distill": "trainers.distill:train",
     "dpo": "trainers.dpo:train",
     "ppo": "trainers.ppo:train",

@@ -121,7 +121,7 @@ class ResumableTrainer(Trainer):
         step = self.state.global_step
         TrainingDivergedError.check(step, logs["loss"], logs.get("grad_norm"), logs.get("learning_rate"))
         self.losses.loss_sum += logs["loss"]
-        self.losses.pending.append({name: float(value) for name, value in logs.items()})
+        self.losses.pending.append({name: float(value) for name, value in logs.items() if value is not None})
         if step % self.log_every == 0 or step >= self.state.max_steps:
             super().log(self.losses.merged(), start_time)
 

@@ -13,11 +13,16 @@ from blueprints.measures import measures, results
 from blueprints.recipe import Origin
 from trainers.callbacks import duration, read_metrics
 from trainers.checkpoint import write_text
-from trainers.mask import CLOSE, OPEN, heading
+from trainers.completions import FILE as COMPLETIONS
+from trainers.completions import Sampled, telling
+from trainers.completions import read as read_completions
+from trainers.mask import CLOSE, LONGEST, OPEN, heading
 
 WIDTH, HEIGHT = 440, 190
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 12, 28
 """Margins of a chart in pixels."""
+SHOWN_PER_STEP = 6
+"""Sampled completions shown of each batch that is shown."""
 MOST_POINTS = 600
 """Points drawn of a curve: beyond that neighbours share a pixel."""
 
@@ -32,8 +37,13 @@ CURVES = {
     "logps/rejected": "log-probability of the rejected",
     "logits/chosen": "mean logit in the chosen",
     "logits/rejected": "mean logit in the rejected",
+    "reward_std": "standard deviation of the reward",
+    "frac_reward_zero_std": "share of groups without a difference of reward",
     "kl": "KL to the reference",
     "entropy": "entropy",
+    "clip_ratio/region_mean": "share of tokens whose ratio was clipped",
+    "completions/mean_length": "mean length of completions",
+    "completions/clipped_ratio": "share of completions cut at the limit",
     "mean_token_accuracy": "token accuracy",
     "learning_rate": "learning rate",
     "grad_norm": "gradient norm",
@@ -79,7 +89,7 @@ def write(record: Mapping[str, Any], output: Path, origins: Mapping[str, Origin]
 
     Args:
         record: what `run.json` holds.
-        output: holds metrics.jsonl, samples.jsonl.
+        output: holds metrics.jsonl, samples.jsonl and, of a method that samples, completions.jsonl.
         origins: which layer set each key of the recipe.
 
     Returns:
@@ -87,12 +97,13 @@ def write(record: Mapping[str, Any], output: Path, origins: Mapping[str, Origin]
     """
     samples_file = output / "samples.jsonl"
     samples = (
-        [json.loads(line) for line in samples_file.read_text(encoding="utf-8").splitlines()]
+        [json.loads(line) for line in samples_file.read_text(encoding="utf-8").split("\n") if line]
         if samples_file.exists()
         else []
     )
     path = output / "report.html"
-    write_text(path, page(record, read_metrics(output / "metrics.jsonl"), samples, origins))
+    completions = read_completions(output / COMPLETIONS)
+    write_text(path, page(record, read_metrics(output / "metrics.jsonl"), samples, completions, origins))
     return path
 
 
@@ -100,6 +111,7 @@ def page(
     record: Mapping[str, Any],
     metrics: Sequence[Mapping[str, Any]],
     samples: Sequence[Mapping[str, str]],
+    completions: Sequence[Sampled],
     origins: Mapping[str, Origin],
 ) -> str:
     """The whole page. Every text that comes from data is escaped; nothing is loaded from anywhere."""
@@ -109,6 +121,7 @@ def page(
         ("Answers before and after", _samples(samples)),
         ("What quantisation costs", _quantization(record.get("quantization", {}))),
         ("Curves", _curves(metrics)),
+        ("Completions sampled in training", _completions(completions)),
         ("Proofs", _proofs(record["proofs"])),
         ("What carried loss", _masks(record["proofs"].get("mask", {}))),
         ("Data", _data(record.get("data", {}))),
@@ -174,6 +187,30 @@ def _quantization(found: Mapping[str, Any]) -> str:
     return _table(["model", "held-out loss"], lines)
 
 
+def _completions(found: Sequence[Sampled]) -> str:
+    """Some completions of the first batch that was written down, of the one in the middle and of the last."""
+    steps = sorted({each.step for each in found})
+    if not steps:
+        return ""
+    chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]})
+    shown = [each for step in chosen for each in telling([one for one in found if one.step == step], SHOWN_PER_STEP)]
+    names = list(shown[0].rewards)
+    lines = []
+    for each in shown:
+        numbers = [each.reward, *(each.rewards[name] for name in names if len(names) > 1), each.advantage]
+        cells = [str(each.step), *("" if number is None else _short(number) for number in numbers)]
+        lines.append(
+            "<tr>"
+            + "".join(f"<td>{cell}</td>" for cell in cells)
+            + "".join(f"<td class='text'>{escape(text[:LONGEST])}</td>" for text in (each.prompt, each.completion))
+            + "</tr>"
+        )
+    head = ["step", "reward", *(names if len(names) > 1 else []), "advantage", "prompt", "completion"]
+    top = "".join(f"<th>{escape(name)}</th>" for name in head)
+    note = f"<div class='soft'>{len(found):,} completions of {len(steps)} steps are in {COMPLETIONS}</div>"
+    return f"<div class='card scroll'><table><tr>{top}</tr>{''.join(lines)}</table></div>{note}"
+
+
 def _curves(metrics: Sequence[Mapping[str, Any]]) -> str:
     def curve(name: str) -> Curve:
         return [(line["step"], line[name]) for line in metrics if name in line and math.isfinite(line[name])]
@@ -226,7 +263,7 @@ def _chart(name: str, first: Curve, second: Curve) -> str:
         parts.append(
             f"<circle class='{kind}' cx='{x}' cy='{y}' r='4'><title>step {point[0]:g}: {_short(point[1])}</title></circle>"
         )
-    legend = f"{name}: <b style='color:var(--a)'>training</b>" if second else f"{name}"
+    legend = f"{escape(name)}: <b style='color:var(--a)'>training</b>" if second else escape(name)
     legend += " and <b style='color:var(--b)'>held out</b>" if second else ""
     last = f"<span class='soft'> · last {_short(first[-1][1], 4)}</span>"
     label = f"role='img' aria-label='{escape(name)} by step'"

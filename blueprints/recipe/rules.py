@@ -553,25 +553,55 @@ def _critic(at: Checked) -> Iterator[Fault]:
 
 
 def _groups(at: Checked) -> Iterator[Fault]:
-    grpo, training, resources = at.recipe.grpo, at.resolved.training, at.resolved.resources
+    grpo, training, resources = at.resolved.grpo, at.resolved.training, at.resolved.resources
     if at.recipe.method != "grpo" or grpo is None:
         return
     processes = resources.num_nodes * (resources.num_proc_per_node or 1)
-    batch = training.per_device_train_batch_size * training.gradient_accumulation_steps * processes
+    steps = grpo.steps_per_generation or training.gradient_accumulation_steps
+    batch = training.per_device_train_batch_size * steps * processes
     if batch % grpo.num_generations:
         yield at.fault(
             "grpo.num_generations",
             f"a batch of {batch} completions ({training.per_device_train_batch_size} per process x "
-            f"{training.gradient_accumulation_steps} micro-steps x {processes} processes) is no whole number of groups "
-            f"of {grpo.num_generations}",
+            f"{steps} micro-steps x {processes} processes) is no whole number of groups of {grpo.num_generations}",
             "a divisor of the batch",
         )
-    if grpo.use_vllm and grpo.vllm_mode == "server" and not grpo.vllm_server_base_url:
+
+
+def _group_losses(at: Checked) -> Iterator[Fault]:
+    """Losses of GRPO and what they are not defined for."""
+    grpo = at.recipe.grpo
+    if at.recipe.method != "grpo" or grpo is None:
+        return
+    level, of_sequences = grpo.importance_sampling_level, ("grpo", "luspo", "sapo")
+    if level == "sequence" and grpo.loss_type not in of_sequences:
+        yield at.fault(
+            "grpo.importance_sampling_level",
+            f"the loss `{grpo.loss_type}` is defined on the ratios of tokens",
+            f"`token`, or one of the losses {', '.join(of_sequences)}",
+        )
+    if level == "token" and grpo.loss_type == "luspo":
+        key, expected = "grpo.importance_sampling_level", "`sequence`"
+        yield at.fault(key, "the loss `luspo` is defined on the ratios of whole completions", expected)
+
+
+def _vllm(at: Checked) -> Iterator[Fault]:
+    grpo, lora = at.recipe.grpo, at.recipe.lora
+    if grpo is None or not grpo.use_vllm:
+        return
+    if grpo.vllm_mode == "server" and not grpo.vllm_server_base_url:
         hint = "Such as `http://127.0.0.1:8000`."
         yield at.fault("grpo.vllm_server_base_url", "required by `grpo.vllm_mode: server`, but missing", "a URL", hint)
-    if grpo.use_vllm and grpo.vllm_mode == "colocate" and grpo.vllm_server_base_url:
+    if grpo.vllm_server_base_url and not re.match(r"https?://[^/\s]+", grpo.vllm_server_base_url):
+        yield at.fault("grpo.vllm_server_base_url", f"found {grpo.vllm_server_base_url!r}", "a URL, http://host:port")
+    if grpo.vllm_mode == "colocate" and grpo.vllm_server_base_url:
         reason = "`grpo.vllm_server_base_url` does nothing here: `grpo.vllm_mode` is colocate"
         yield at.fault("grpo.vllm_server_base_url", reason, "", "Set `grpo.vllm_mode: server` or leave it out.")
+    if grpo.vllm_mode == "colocate" and not at.recipe.resources.gpu:
+        yield at.fault("grpo.use_vllm", "vLLM runs on GPUs, and `resources.gpu` is 0", "false, or a GPU")
+    if grpo.vllm_mode == "server" and lora is not None and lora.quantize_base:
+        reason = "the server is sent weights with the adapter merged in, which a base in 4 bits cannot give"
+        yield at.fault("grpo.vllm_mode", reason, "`colocate` with `lora.quantize_base`")
 
 
 def _cluster(at: Checked) -> Iterator[Fault]:
@@ -607,4 +637,6 @@ RULES: tuple[Rule, ...] = (
     _critic,
     _groups,
     _cluster,
+    _group_losses,
+    _vllm,
 )

@@ -406,33 +406,58 @@ class GRPOOptions(Block):
     """Group relative policy optimisation. Names are those of TRL's GRPOConfig."""
 
     reward_funcs: list[RewardFunction] = Field(default_factory=list)
-    """Functions that score completions; at least one."""
+    """Functions that score completions; at least one. See docs/rewards.md."""
     num_generations: Annotated[int, Field(ge=2)] = 8
     """Completions per prompt: the group. Larger is steadier and slower."""
     max_completion_length: PositiveInt = 256
     """Longest completion in tokens."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature. Too low and the group agrees: nothing to learn."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the most likely tokens whose probabilities add up to this. 1: from all."""
+    top_k: NonNegativeInt = 0
+    """Sample from this many of the most likely tokens. 0: from all."""
+    min_p: Fraction | None = None
+    """Sample from tokens at least this likely, as a share of the most likely one's probability. Default: from all."""
+    repetition_penalty: PositiveFloat = 1.0
+    """Makes tokens that came before less likely (above 1) or more (below 1). 1: no penalty."""
     beta: NonNegativeFloat = 0.0
-    """Weight of the KL term against the reference. 0: no reference in memory."""
-    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo"] = "dapo"
-    """How token losses are normalised, by TRL's name."""
+    """Weight of the KL term against the reference: the model as it was, with LoRA the base under the adapter switched
+    off, without LoRA a second copy in memory. 0: no reference."""
+    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "luspo", "cispo", "sapo", "vespo"] = "dapo"
+    """Loss, by TRL's name. `grpo`: mean over each completion's tokens, then over completions (arXiv:2402.03300).
+    `dapo`: mean over all tokens of the step (arXiv:2503.14476). `dr_grpo`: sum over a constant length
+    (arXiv:2503.20783). `bnpo`: mean over the tokens of the micro-batch. `luspo`: for sequence-level ratios
+    (arXiv:2602.05261). `cispo` (arXiv:2506.13585), `sapo` (arXiv:2511.20347) and `vespo` (arXiv:2602.10693) bound the
+    ratio in other ways than by clipping."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """Ratios of each token, or of whole completions (GSPO, arXiv:2507.18071; with `loss_type: grpo`)."""
     epsilon: PositiveFloat = 0.2
-    """Clip range of the policy ratio."""
+    """Clip range of the policy ratio. It bites where completions are trained on more than once: `num_iterations` above
+    1 or `steps_per_generation` above `training.gradient_accumulation_steps`."""
     epsilon_high: PositiveFloat | None = None
-    """Upper clip range. Default: `epsilon`."""
+    """Upper clip range. Default: `epsilon`; with `cispo`, where it bounds the ratio itself, 5."""
     num_iterations: PositiveInt = 1
     """Optimisation passes over each batch of completions."""
+    steps_per_generation: PositiveInt | None = None
+    """Micro-steps that one batch of completions is shared out to: larger batches are sampled faster and grow stale.
+    Default: `training.gradient_accumulation_steps`, one optimizer step."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Standard deviation the advantage is divided by."""
+    """Standard deviation the advantage is divided by: the group's, the batch's, or none (arXiv:2503.20783)."""
     mask_truncated_completions: bool = False
     """Leave completions that ran into the limit out of the loss."""
+    num_completions_to_print: NonNegativeInt = 2
+    """Completions shown at each log line, the best and the worst first. All are in `output/completions.jsonl`."""
     use_vllm: bool = False
-    """Generate with vLLM, which must be installed."""
+    """Generate with vLLM, which must be installed. Needs GPUs."""
     vllm_mode: Literal["colocate", "server"] = "colocate"
     """vLLM in the training process or at `vllm_server_base_url`."""
     vllm_server_base_url: str | None = None
-    """Address of a vLLM server, such as `http://127.0.0.1:8000`."""
+    """Address of a vLLM server, started with `trl vllm-serve`, such as `http://127.0.0.1:8000`."""
+    vllm_gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.3
+    """Share of each GPU's memory for a colocated vLLM."""
+    vllm_tensor_parallel_size: PositiveInt = 1
+    """GPUs that one colocated vLLM model is spread over."""
 
 
 class DistillOptions(Block):
@@ -773,7 +798,9 @@ class Recipe(Run):
         if self.lora and self.lora.lora_alpha is None:
             values["lora.lora_alpha"] = 2 * self.lora.r
         if self.grpo and self.grpo.epsilon_high is None:
-            values["grpo.epsilon_high"] = self.grpo.epsilon
+            values["grpo.epsilon_high"] = 5.0 if self.grpo.loss_type == "cispo" else self.grpo.epsilon
+        if self.grpo and self.grpo.steps_per_generation is None:
+            values["grpo.steps_per_generation"] = training.gradient_accumulation_steps
         if self.dpo and self.dpo.precompute_ref_log_probs is None:
             values["dpo.precompute_ref_log_probs"] = self.lora is None or self.base_changes
         if resources.num_proc_per_node is None:
@@ -900,6 +927,14 @@ def _without_reference(recipe: Recipe) -> bool:
 
 def _no_vllm(recipe: Recipe) -> bool:
     return recipe.grpo is None or not recipe.grpo.use_vllm
+
+
+def _no_vllm_inside(recipe: Recipe) -> bool:
+    return recipe.grpo is not None and recipe.grpo.use_vllm and recipe.grpo.vllm_mode == "server"
+
+
+def _ratio_not_clipped(*losses: str) -> Callable[[Recipe], bool]:
+    return lambda recipe: recipe.grpo is not None and recipe.grpo.loss_type in losses
 
 
 def _goes_on(recipe: Recipe) -> bool:
@@ -1038,7 +1073,27 @@ IDLE = (
             "vLLM generates only with `grpo.use_vllm: true`",
             "Set `grpo.use_vllm: true` or leave it out.",
         )
-        for key in ("vllm_mode", "vllm_server_base_url")
+        for key in ("vllm_mode", "vllm_server_base_url", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size")
+    ),
+    *(
+        Idle(
+            f"grpo.{key}",
+            "grpo.vllm_mode",
+            _no_vllm_inside,
+            "the server was started with its own",
+            "Leave it out, or set `grpo.vllm_mode: colocate`.",
+        )
+        for key in ("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size")
+    ),
+    *(
+        Idle(
+            f"grpo.{key}",
+            "grpo.loss_type",
+            _ratio_not_clipped(*losses),
+            "this `grpo.loss_type` does not clip the policy ratio there",
+            "Leave it out, or choose another loss.",
+        )
+        for key, losses in (("epsilon", ("cispo", "sapo", "vespo")), ("epsilon_high", ("sapo", "vespo")))
     ),
     *(
         Idle(
