@@ -270,11 +270,11 @@ def test_states_that_follow_quickly_are_all_told(backend: KubernetesBackend, ser
     follower = threading.Thread(target=lambda: seen.extend(status.state for status in backend.follow("demo")))
     follower.start()
     until(lambda: len([line for line in server.requests if "watch=true" in line]) >= 5)
-    for phase in ("Pending", "Running", "Succeeded"):
-        scene.pods = [pod for pod in scene.pods if "node" not in pod["metadata"]["name"]]
-        show(
-            server, scene.with_pod("node", phase, name="demo-node-0-0-abcde", state=None if phase == "Running" else {})
-        )
+    show(server, scene.with_pod("node", "Pending"))
+    pod = scene.pods[-1]["metadata"]["name"]
+    for phase in ("Running", "Succeeded"):
+        server.change("pods", pod, status={"phase": phase})
+    scene.pods.pop()
     show(server, scene.complete())
     follower.join(20)
     assert [state for state in ("Created", "Running", "Complete") if state in seen] == [
@@ -351,10 +351,11 @@ def test_logs_are_followed_over_cuts_and_pods_without_missing_or_repeating(
     scene.pods[-1]["status"]["phase"] = "Failed"
     scene.with_pod("node", "Running", age=1)
     second = scene.pods[-1]["metadata"]["name"]
-    server.logs[second, "node"] = stamped("again", start=5)
+    last = stamped("again", "done", start=5)
+    server.logs[second, "node"] = last[:1]
     show(server, scene)
     until(lambda: ("node-0", "again") in seen)
-    server.logs[second, "node"] = stamped("again", "done", start=5)
+    server.logs[second, "node"] = last
     server.change("pods", second, status={"phase": "Succeeded"})
     scene.pods[-1]["status"]["phase"] = "Succeeded"
     show(server, scene.complete())

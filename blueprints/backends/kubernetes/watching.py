@@ -12,6 +12,8 @@ from blueprints.backends.state import JobStatus
 from blueprints.errors import UsageError
 from blueprints.runtimes import Manifest
 
+SETTLE_SECONDS = 0.3
+"""Time without a change after which the end of a job is told."""
 Change = tuple[Kind, Mapping[str, Manifest]]
 
 
@@ -37,6 +39,7 @@ class JobWatch:
     ) -> None:
         self.job, self.explain, self.again = job, explain, again
         self._last: JobStatus | None = None
+        self._end: Change | None = None
         self._changes: queue.Queue[Change] = queue.Queue()
         self._now: dict[Kind, Mapping[str, Manifest]] = {}
         name = job["metadata"]["name"]
@@ -75,11 +78,21 @@ class JobWatch:
         return list(self._now.get(kind, {}).values())
 
     def next(self, seconds: float) -> bool:
-        """Take up the next change; False if there is none for so many seconds."""
+        """Take up the next change; False if there is none for so many seconds.
+
+        The end of the TrainJob is taken up last: what its Pods and Jobs did before may be told a moment later.
+        """
         try:
-            self._take(self._changes.get(timeout=seconds))
+            change = self._changes.get(timeout=seconds if self._end is None else min(seconds, SETTLE_SECONDS))
         except queue.Empty:
-            return False
+            last, self._end = self._end, None
+            if last is not None:
+                self._take(last)
+            return last is not None
+        if change[0] is api.TRAINJOBS and any(truth.ended(job) for job in change[1].values()):
+            self._end = change
+        else:
+            self._take(change)
         return True
 
     def wait(self, seconds: float) -> None:
