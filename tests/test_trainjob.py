@@ -56,6 +56,15 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
             "dataset=file:///data/rows.jsonl",
         ),
     ),
+    "dpo": ("dpo", ("resources={num_nodes: 2, gpu: 8}",)),
+    "ppo-tpu": ("ppo", ("resources.gpu=4", "resources.gpu_resource=google.com/tpu")),
+    "distill-full": ("distill", ("lora=null",)),
+    "distill-offline-placed": (
+        "distill-offline",
+        ("runtime.node_selector={pool: gpu}", "runtime.service_account_name=me"),
+    ),
+    "grpo-lora": ("grpo-lora", ("resources.num_nodes=3",)),
+    "qat": ("qat", ("resources.gpu=1",)),
     "sft-mig": ("sft-qlora", ("resources.gpu=2", "resources.gpu_resource=nvidia.com/mig-1g.10gb")),
 }
 
