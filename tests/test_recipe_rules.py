@@ -165,6 +165,14 @@ def test_unknown_keys_lead_to_the_right_one(key: str, hint: str) -> None:
         ("ppo-lora", ("ppo.value_head=separate", "lora.bias=all"), "lora.bias", "the critic"),
         ("ppo-lora", ("ppo.value_head=separate", "lora.init_lora_weights=olora"), "lora.init_lora_weights", "the critic"),
         ("ppo-lora", ("ppo.kl_coef=0", "ppo.kl_target=3.0"), "ppo.kl_target", "there is no KL penalty"),
+        ("ppo-lora", ("resources.gpu=2", "resources.strategy=fsdp"), "resources.strategy", "PPO samples with the policy"),
+        (
+            "ppo-lora",
+            ("resources.gpu=2", "resources.strategy=zero3", "ppo.value_head=separate"),
+            "ppo.value_head",
+            "a part of them",
+        ),
+        ("ppo-lora", ("resources.gpu=2", "resources.strategy=zero3", "lora.bias=all"), "lora.bias", "as they started"),
         ("ppo-lora", ("ppo.kl_horizon=3.0",), "ppo.kl_horizon", "stays as it is"),
         ("ppo-lora", ("ppo.vf_coef=0", "ppo.cliprange_value=1.0"), "ppo.cliprange_value", "no value is learnt"),
         (

@@ -149,15 +149,16 @@ class Reference:
     Args:
         policy: before step 1, on its device.
         recipe: says how its adapter starts.
+        copy: the same model once more, for a policy without an adapter.
     """
 
-    def __init__(self, policy: PreTrainedModel | PeftModel, recipe: Recipe) -> None:
+    def __init__(
+        self, policy: PreTrainedModel | PeftModel, recipe: Recipe, copy: PreTrainedModel | None = None
+    ) -> None:
         self.policy = policy
-        self.copy: PreTrainedModel | None = None
+        self.copy = copy.requires_grad_(False).eval() if copy is not None else None
         self.kept: dict[str, torch.Tensor] = {}
-        if not isinstance(policy, PeftModel):
-            self.copy = copy.deepcopy(policy).requires_grad_(False).eval()
-        elif not starts_as_nothing(recipe):
+        if isinstance(policy, PeftModel) and not starts_as_nothing(recipe):
             self.kept = {name: p.detach().clone() for name, p in policy.named_parameters() if p.requires_grad}
 
     def __str__(self) -> str:

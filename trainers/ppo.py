@@ -34,7 +34,7 @@ from trainers.data import PreparedData, first_ids, open_prepared
 from trainers.evaluate import Question
 from trainers.mask import mask_proof
 from trainers.measures import Measures
-from trainers.model import load_model, load_tokenizer
+from trainers.model import embedding_rows, load_model, load_tokenizer
 from trainers.peft import with_adapter
 from trainers.ppo_math import (
     adapted_kl_coef,
@@ -53,6 +53,7 @@ from trainers.rewards import Reward, Score, load_rewards, total
 from trainers.rollout import Completion, Rollout, Sampling
 from trainers.run import Run, learning_rate, refusals
 from trainers.settings import Setting
+from trainers.sharding import loaded_whole, put_together
 from trainers.watch import WATCH
 
 CRITIC, ROLLOUT = "critic.safetensors", "rollout.pt"
@@ -190,21 +191,23 @@ class Trainer(ResumableTrainer):
         plan: which prompts and completions each step has.
         scorer: of the training rows.
         sampling: how completions are drawn.
+        reference: what the policy is held to; None without a KL penalty.
         settings: of Transformers' Trainer; `model` is the `ActorCritic`.
     """
 
     loss_is_scaled_for_ga = True  # compute_loss divides by the tokens of the whole optimizer step
 
-    def __init__(self, run: Run, plan: Plan, scorer: Scorer, sampling: Sampling, **settings: Any) -> None:
+    def __init__(
+        self, run: Run, plan: Plan, scorer: Scorer, sampling: Sampling, reference: Reference | None, **settings: Any
+    ) -> None:
         options = run.recipe.ppo
         assert options is not None
         self.run, self.plan, self.scorer, self.sampling, self.options = run, plan, scorer, sampling, options
-        self.kl_coef = options.kl_coef
+        self.reference, self.kl_coef = reference, options.kl_coef
         self.rollout: Rollout | None = None
         self._sums: dict[str, torch.Tensor] = {}
         self._told: dict[str, int] = {}
         super().__init__(**settings)
-        self.reference = Reference(self.model.policy, run.recipe) if options.kl_coef else None
         self._total_train_tokens = 0
 
     @property
@@ -494,7 +497,7 @@ def train(run: Run) -> None:
     tokenizer = load_tokenizer(where.model, recipe)
     args = TrainingArguments(**run.arguments())
     base = load_model(where.model, recipe, args.device)
-    data = open_prepared(where.dataset, recipe, base.get_input_embeddings().weight.shape[0])
+    data = open_prepared(where.dataset, recipe, embedding_rows(base))
     plan = plan_of(recipe, len(data.train))
     args.max_steps = plan.steps
     held_out = data.eval.select(range(min(len(data.eval), recipe.eval.max_rows))) if data.eval else None
@@ -508,6 +511,7 @@ def train(run: Run) -> None:
             plan,
             Scorer(rewards, data.train, tokenizer),
             sampling(options, policy, tokenizer),
+            reference_of(policy, run, args) if options.kl_coef else None,
             model=without_dropout(ActorCritic(policy, trunk, options.temperature)),
             args=args,
             train_dataset=data.train,
@@ -548,6 +552,14 @@ def load(options: PPOOptions, run: Run, device: torch.device) -> Sequence[Reward
     return [RewardModel(run.where.root / "reward_model", device, run.recipe.training.per_device_eval_batch_size)]
 
 
+def reference_of(policy: Any, run: Run, args: TrainingArguments) -> Reference:
+    """The policy as it starts; without an adapter a second model, which is whole on every process."""
+    if run.recipe.lora is not None:
+        return Reference(policy, run.recipe)
+    with loaded_whole(args):
+        return Reference(policy, run.recipe, load_model(run.where.model, run.recipe, args.device))
+
+
 def sampling(options: PPOOptions, policy: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Sampling:
     """How completions are drawn; they end with the model's and the tokenizer's end tokens."""
     return Sampling(
@@ -577,7 +589,7 @@ def sampled_rows(trainer: Trainer, count: int = 3) -> list[dict[str, list[int]]]
     """Some prompts with a sampled completion, its tokens as labels: what steps will train on, for the mask proof."""
     rows = trainer.scorer.rows
     prompts = [list(ids) for ids in rows.select(range(min(count, len(rows))))["prompt_ids"]]
-    with evaluating(trainer.model), trainer.autocast():
+    with evaluating(trainer.model), trainer.autocast(), put_together(trainer.model):
         tokens = trainer.sample(prompts, 0, range(len(prompts)))
     inputs = rollout.padded([p + c for p, c in zip(prompts, tokens, strict=True)], [len(ids) for ids in tokens])
     labels = torch.full_like(inputs["input_ids"], -100)

@@ -536,8 +536,32 @@ def _reward_functions(at: Checked, key: str, rewards: Sequence[RewardFunction]) 
 
 def _critic(at: Checked) -> Iterator[Fault]:
     """A critic of its own with LoRA stands on the policy's very weights, which must then stay as they are."""
-    lora, ppo = at.recipe.lora, at.recipe.ppo
-    if ppo is None or lora is None or ppo.value_head != "separate":
+    lora, ppo, strategy = at.recipe.lora, at.recipe.ppo, at.recipe.resources.strategy
+    if ppo is None:
+        return
+    if strategy == "fsdp":
+        yield at.fault(
+            "resources.strategy",
+            "PPO samples with the policy, a part of the module that `fsdp` shards as a whole",
+            "ddp, zero2 or zero3 with the method ppo",
+        )
+    if strategy == "zero3" and ppo.value_head == "separate":
+        yield at.fault(
+            "ppo.value_head",
+            "the critic is made of the policy's weights, and `resources.strategy: zero3` leaves each process a part of them",
+            "`shared`, or the strategies ddp and zero2",
+        )
+    if lora is None:
+        return
+    if strategy == "zero3" and ppo.kl_coef and (lora.bias != "none" or lora.init_lora_weights is False):
+        key = "lora.bias" if lora.bias != "none" else "lora.init_lora_weights"
+        yield at.fault(
+            key,
+            "the reference is then the trained values as they started, and `resources.strategy: zero3` leaves each process "
+            "a part of them",
+            "the default, `ppo.kl_coef: 0`, or the strategies ddp and zero2",
+        )
+    if ppo.value_head != "separate":
         return
     for key, wrong, reason in (
         ("lora.init_lora_weights", lora.init_lora_weights in ("pissa", "olora"), "takes its adapter out of"),
