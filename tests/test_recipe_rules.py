@@ -173,6 +173,7 @@ def test_unknown_keys_lead_to_the_right_one(key: str, hint: str) -> None:
             "a part of them",
         ),
         ("ppo-lora", ("resources.gpu=2", "resources.strategy=zero3", "lora.bias=all"), "lora.bias", "as they started"),
+        ("ppo-lora", ("resources.gpu=2", "resources.strategy=zero3", "lora.use_dora=true"), "lora.use_dora", "while the"),
         ("ppo-lora", ("ppo.kl_horizon=3.0",), "ppo.kl_horizon", "stays as it is"),
         ("ppo-lora", ("ppo.vf_coef=0", "ppo.cliprange_value=1.0"), "ppo.cliprange_value", "no value is learnt"),
         (

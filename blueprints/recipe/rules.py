@@ -553,6 +553,13 @@ def _critic(at: Checked) -> Iterator[Fault]:
         )
     if lora is None:
         return
+    if strategy == "zero3" and lora.use_dora:
+        yield at.fault(
+            "lora.use_dora",
+            "DoRA computes with the weights of other layers while the policy samples, and `resources.strategy: zero3` leaves "
+            "each process a part of them",
+            "false, or the strategies ddp and zero2",
+        )
     if strategy == "zero3" and ppo.kl_coef and (lora.bias != "none" or lora.init_lora_weights is False):
         key = "lora.bias" if lora.bias != "none" else "lora.init_lora_weights"
         yield at.fault(
