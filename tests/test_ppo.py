@@ -14,6 +14,7 @@ import pytest
 import torch
 from sft_workspace import losses, run_record, train, train_here
 from test_ppo_math import gae, policy_loss, rewards_of, value_loss, whitened
+from test_resume import start, wait_for
 
 from blueprints.errors import BlueprintError, DataError, JobFailedError, UsageError
 
@@ -225,6 +226,31 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
     assert len(names) == 2
     for name in names:
         assert (found / name).read_bytes() == (expected / name).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(name, marks=pytest.mark.covers(method="ppo", tuning="lora", world=name, feature="resume"))
+        for name in ("ddp", "zero2", "zero3")
+    ],
+)
+def test_two_killed_processes_go_on_within_a_batch(strategy: str, tmp_path: Path) -> None:
+    whole, broken = workspace(tmp_path / "whole"), workspace(tmp_path / "broken")
+    asked = ("training.per_device_train_batch_size=2", "resources.num_proc_per_node=2", "training.max_steps=12",
+             "training.save_steps=3", "lora.lora_dropout=0.1", f"resources.strategy={strategy}")  # fmt: skip
+    done = train(whole, *asked, processes=2, launch=True)
+    assert done.returncode == 0, done.stdout
+    process = start(broken, *asked, processes=2, launch=True)
+    wait_for(broken / "output" / "checkpoint-3" / "complete.json", process, broken)
+    process.kill()
+    process.wait()
+    again = train(broken, *asked, processes=2, launch=True)
+    assert again.returncode == 0, again.stdout
+    assert "going on from checkpoint-" in again.stdout
+    assert losses(broken) == pytest.approx(losses(whole), rel=1e-6, abs=1e-7)
+    assert kit.curve(broken, "reward") == kit.curve(whole, "reward")
 
 
 @pytest.mark.covers(method="ppo", tuning="lora", world="1 process", feature="export")
