@@ -237,7 +237,7 @@ def test_a_letter_too_many_is_found_and_put_right(tmp_path: Path, block: str, ke
 def test_a_wrong_type_is_told_with_value_and_expectation(block: str, key: str) -> None:
     method = block if block in METHODS else "sft"
     field = model_of(Recipe.model_fields[block].annotation).model_fields[key]
-    wrong: Any = {"a": {"b": 1}} if "dict" in str(field.annotation) else {"unexpected": 1}
+    wrong: Any = {"a": [1]} if "dict" in str(field.annotation) else {"unexpected": 1}
     with pytest.raises(RecipeError) as caught:
         load_recipe(
             None,

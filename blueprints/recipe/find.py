@@ -61,7 +61,7 @@ def _near(source: str) -> str:
     path = Path(source)
     if path.suffix in (".yaml", ".yml") and path.stem in shipped_names() and path.name == source:
         return f"The shipped recipe is called `{path.stem}`, without the ending."
-    names = difflib.get_close_matches(path.stem.lower(), shipped_names(), 2, 0.5)
+    names = difflib.get_close_matches(path.stem.lower(), shipped_names(), 2, 0.6)
     folder = path.parent
     try:
         files = [entry.name for entry in os.scandir(folder) if entry.name.endswith((".yaml", ".yml"))]

@@ -86,17 +86,32 @@ def _changes(base: Recipe, target: Recipe, later: set[str]) -> dict[str, Any]:
         old, new = old_values[name], new_values[name]
         if not isinstance(new, BaseModel):
             if new != old:
-                changes[name] = new
+                changes[name] = _replacing(old, new)
             continue
         old_fields = dict(old) if isinstance(old, BaseModel) else dict(_fresh(type(new)))
         different = {}
         for key, value in dict(new).items():
             if f"{name}.{key}" not in later and _data(value) != _data(old_fields[key]):
-                different[f"{name}.{key}"] = _data(value)
+                different[f"{name}.{key}"] = _replacing(_data(old_fields[key]), _data(value))
         if old is None and not different:
             different[name] = {}
         changes |= different
     return changes
+
+
+def _replacing(old: Any, new: Any) -> Any:
+    """What turns `old` into `new` when it is laid over it: maps merge by key, so keys that go are unset."""
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return new
+    return {key: None for key in old if key not in new} | new
+
+
+def _laid_over(old: Any, new: Any) -> Any:
+    """The reverse of `_replacing`."""
+    if not isinstance(new, dict):
+        return new
+    merged = (old if isinstance(old, dict) else {}) | new
+    return {key: value for key, value in merged.items() if value is not None}
 
 
 def _fresh(block: type[BaseModel]) -> BaseModel:
@@ -117,11 +132,12 @@ def _applied(base: Recipe, changes: dict[str, Any]) -> Recipe:
     for dotted_key, value in changes.items():
         name, _, key = dotted_key.partition(".")
         if not key:
-            data[name] = value
+            data[name] = _laid_over(data.get(name), value)
         elif value is None:
             data.setdefault(name, {}).pop(key, None)
         else:
-            data[name] = (data.get(name) or {}) | {key: value}
+            block = data.get(name) or {}
+            data[name] = block | {key: _laid_over(block.get(key), value)}
     return Recipe.model_validate({key: value for key, value in data.items() if value is not None})
 
 
