@@ -16,6 +16,8 @@ from typing import Any, Literal, TypedDict
 Phase = Literal["download", "validate", "prepare", "train", "evaluate", "prove", "report", "done"]
 
 VARIABLE = "BLUEPRINTS_PROGRESS"
+CALLED_FROM = "BLUEPRINTS_CALLED_FROM"
+"""The directory that a job of this machine was started from: functions of the user's own are looked for there too."""
 MIN_INTERVAL = 0.2
 """Seconds between two writes of the same phase: at most five a second."""
 

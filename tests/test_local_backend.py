@@ -19,6 +19,7 @@ from blueprints.backends.local import LocalBackend
 from blueprints.backends.processes import reserve_port
 from blueprints.errors import EnvironmentFault, ManifestError, UsageError
 
+ROOT = Path(__file__).resolve().parents[1]
 WAIT = 90.0
 """Seconds a test waits for a job on a busy machine."""
 PATIENT = """
@@ -67,6 +68,25 @@ def test_steps_run_in_the_order_of_their_dependencies_and_share_the_workspace(ba
     assert printed(backend, "tiny") == ["model", "dataset", "node"]
     assert [found.name for found in status.steps] == ["model-initializer", "dataset-initializer", "node-0"]
     assert all(found.status == "Succeeded" for found in status.steps)
+
+
+def test_functions_of_ones_own_are_found_where_the_job_was_started_from(
+    backend: LocalBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here" / "more").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), "more"]))
+    (tmp_path / "here" / "rewards_here.py").write_text("def polite(**_):\n    return 'polite'\n")
+    (tmp_path / "here" / "more" / "rewards_more.py").write_text("def kind(**_):\n    return 'kind'\n")
+    (tmp_path / "here" / "yaml.py").write_text("raise SystemExit('hides the library')\n")
+    look = """
+        import yaml
+        from trainers.functions import load_function
+        print([load_function(name, where="here")() for name in ("rewards_here:polite", "rewards_more:kind")])
+    """
+    backend.start(tiny_job("where-1"), tiny_runtime(python(look)))
+    assert backend.wait("where-1", timeout=WAIT).state == "Complete"
+    assert printed(backend, "where-1")[-1] == "['polite', 'kind']"
 
 
 def test_environment_is_the_pods_and_not_the_callers(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from blueprints.errors import UsageError
+from blueprints.progress import CALLED_FROM
 
 
 def load_function(name: str, *, where: str) -> Callable[..., Any]:
     """The function `package.module:function`, imported.
 
-    Modules are looked for where Python looks: installed packages, PYTHONPATH and the working directory.
+    Modules are looked for where Python looks: installed packages, PYTHONPATH and the working directory; last of all, so
+    that it hides no library, in the directory that a job of this machine was started from.
 
     Args:
         name: the function.
@@ -24,6 +27,9 @@ def load_function(name: str, *, where: str) -> Callable[..., Any]:
     Raises:
         UsageError: there is no such module, it cannot be imported, or it has no such function.
     """
+    called_from = os.environ.get(CALLED_FROM)
+    if called_from and called_from not in sys.path:
+        sys.path.append(called_from)
     module_name, _, function_name = name.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -34,7 +40,7 @@ def load_function(name: str, *, where: str) -> Callable[..., Any]:
                 f"there is no module {missing!r}",
                 where=f"{where} ({name})",
                 todo="install its package, or put its directory on PYTHONPATH (looked in: "
-                f"{', '.join(path or str(Path.cwd()) for path in sys.path[:4])}, ...)",
+                f"{', '.join(dict.fromkeys([path or str(Path.cwd()) for path in sys.path[:3]] + sys.path[-1:]))}, ...)",
             ) from None
         raise UsageError(
             f"importing {module_name} failed: no module {missing!r}", where=f"{where} ({name})", todo="install it"

@@ -37,7 +37,7 @@ from blueprints.backends.state import (
 from blueprints.backends.supervisor import ALREADY_OWNED, fresh_steps
 from blueprints.errors import EnvironmentFault, UsageError
 from blueprints.manifests import require_valid
-from blueprints.progress import ProgressState, read_progress
+from blueprints.progress import CALLED_FROM, ProgressState, read_progress
 from blueprints.resolve import ResolvedJob, resolve
 from blueprints.runtimes import Manifest, get_runtime, pod_spec, shipped_runtimes
 from blueprints.trainjob import RECIPE_HASH, to_yaml
@@ -185,6 +185,9 @@ class LocalBackend:
     def _supervise(self, directory: JobDirectory) -> None:
         write_commands(directory)  # this interpreter's: another one may have created the job
         environment = {name: value for name, value in os.environ.items() if name not in (JOB_MARKER, STEP_MARKER)}
+        # The job runs elsewhere: what is meant relative to here is written out.
+        paths = [str(Path(path).absolute()) for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+        environment |= {"PYTHONPATH": os.pathsep.join(paths), CALLED_FROM: str(Path.cwd())}
         add_package_path(environment)
         environment |= {"PYTHONUTF8": "1", "PYTHONIOENCODING": "utf-8"}
         with directory.supervisor_log.open("ab") as log:

@@ -20,6 +20,7 @@ from typing import IO
 
 from blueprints.backends.state import JobDirectory
 from blueprints.errors import EnvironmentFault
+from blueprints.progress import CALLED_FROM
 from blueprints.quantity import parse_quantity
 from blueprints.resolve import EnvVar, Step
 
@@ -67,6 +68,7 @@ def step_environment(
         [str(directory.path / "bin"), str(Path(sys.executable).parent), base.get("PATH") or os.defpath]
     )
     add_package_path(environment)
+    environment |= {CALLED_FROM: base[CALLED_FROM]} if CALLED_FROM in base else {}
     # Logs are UTF-8 whatever the terminal speaks from which the job was started.
     environment |= {"PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1", "PYTHONIOENCODING": "utf-8"}
     for variable in step.env:
