@@ -30,7 +30,13 @@ def ppo(root: Path) -> Path:
     return methods_kit.build(root, "ppo", methods_kit.prompts, options + EVAL)
 
 
-BUILD: dict[str, Callable[[Path], Path]] = {"dpo": dpo, "distill": distill, "ppo": ppo}
+def grpo(root: Path) -> Path:
+    rewards = "[{name: regex, args: {pattern: 'w[0-9]'}}, {name: length, args: {max: 4}, weight: 0.5}]"
+    block = f"grpo: {{num_generations: 4, max_completion_length: 8, beta: 0.1, reward_funcs: {rewards}}}\n"
+    return methods_kit.build(root, "grpo", methods_kit.prompts, block + EVAL)
+
+
+BUILD: dict[str, Callable[[Path], Path]] = {"dpo": dpo, "distill": distill, "ppo": ppo, "grpo": grpo}
 """A small workspace by method. SFT has tests of its own."""
 MATRIX = [
     pytest.param(

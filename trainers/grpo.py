@@ -13,17 +13,19 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase
 from trl import GRPOConfig, GRPOTrainer
+from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import RepeatSampler
 
 from blueprints.errors import DataError, EnvironmentFault
 from blueprints.recipe.rewards import RESERVED
 from blueprints.recipe.schema import GRPOOptions, Recipe
-from trainers import evaluate
+from trainers import evaluate, sharding
 from trainers.checkpoint import ResumableTrainer
 from trainers.completions import FILE, CompletionLog, sampled
 from trainers.data import PreparedData, first_ids, open_prepared
+from trainers.draws import SharedDraws
 from trainers.evaluate import Question
 from trainers.mask import mask_proof
 from trainers.measures import Measures
@@ -32,8 +34,10 @@ from trainers.model import embedding_rows, load_model, load_tokenizer
 from trainers.peft import with_adapter
 from trainers.process import say, world
 from trainers.rewards import Reward, Text, load_rewards, total
+from trainers.rollout import cut
 from trainers.run import Run, learning_rate, refusals
 from trainers.settings import Setting
+from trainers.watch import WATCH
 
 PATIENCE = 5
 """Batches in a row that teach nothing before it is said, and again after ten times as many."""
@@ -75,6 +79,8 @@ class Trainer(GRPOTrainer, ResumableTrainer):
             run.where.output / FILE, shown=options.num_completions_to_print, main=run.world.main
         )
         self.add_callback(self.completions)
+        alone = run.world.size == 1 or options.use_vllm
+        self.draws = None if alone else SharedDraws(self.args.seed, self.args.device, run.world)
 
     def create_model_card(self, *_args: Any, **_kwargs: Any) -> None:
         return None
@@ -95,6 +101,8 @@ class Trainer(GRPOTrainer, ResumableTrainer):
     def _run_epoch(self, *, epoch: int, **kwargs: Any) -> None:
         assert self.order is not None
         self.order.begin(epoch)
+        if self.draws is not None:
+            self.draws.begin_epoch()
         super()._run_epoch(epoch=epoch, **kwargs)
 
     def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], None, dict[str, Any]]:
@@ -107,10 +115,35 @@ class Trainer(GRPOTrainer, ResumableTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         self._asked = [list(row["prompt_ids"]) for row in inputs]
         found: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        WATCH.tick()
         if self.model.training:
             self._note_completions()
             self._warn()
         return found
+
+    def _generate_single_turn(
+        self, prompt_ids: list[list[int]], images: Any, multimodal_fields: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> tuple[list[list[int]], Any]:
+        """TRL's; among several processes with the completions that one process would draw."""
+        if self.draws is None:
+            return super()._generate_single_turn(prompt_ids, images, multimodal_fields, *args, **kwargs)
+        batch = self.processing_class.pad({"input_ids": prompt_ids}, padding_side="left", return_tensors="pt")
+        settings = self.draws.begin(len(prompt_ids), self.generation_config)
+        with (
+            unwrap_model_for_generation(
+                self.model_wrapped, self.accelerator, generation_kwargs=self.generation_kwargs | {"do_sample": False}
+            ) as model,
+            torch.no_grad(),
+            self._dist.summon_full_params(self.model_wrapped, recurse=False),
+        ):
+            found = model.generate(
+                **batch.to(self.args.device),
+                generation_config=settings,
+                logits_processor=LogitsProcessorList([self.draws]),
+            )
+        self.draws.end(torch.empty(0, device=self.args.device))
+        ends = frozenset(self.eos_token_ids)
+        return [cut(row, ends) for row in found[:, batch["input_ids"].shape[1] :].tolist()], None
 
     def _calculate_rewards(
         self,
@@ -210,19 +243,25 @@ class Trainer(GRPOTrainer, ResumableTrainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        if self._step % (self.args.steps_per_generation * self.num_iterations):  # a batch is in use
-            torch.save(self._buffered_inputs, _batch_file(output_dir))
+        in_use = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
+        draws = None if self.draws is None else self.draws.generator.get_state()
+        torch.save({"batch": self._buffered_inputs if in_use else None, "draws": draws}, _sampled_file(output_dir))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
-        if checkpoint is not None and _batch_file(checkpoint).exists():
-            self._buffered_inputs = torch.load(
-                _batch_file(checkpoint), map_location=self.args.device, weights_only=True
-            )
+        if checkpoint is None:
+            return
+        found = torch.load(_sampled_file(checkpoint), map_location="cpu", weights_only=True)
+        if self.draws is not None:
+            self.draws.generator.set_state(found["draws"])
+        if found["batch"] is not None:
+            self._buffered_inputs = [
+                {name: value.to(self.args.device) for name, value in part.items()} for part in found["batch"]
+            ]
 
 
-def _batch_file(checkpoint: str) -> Path:
-    return Path(checkpoint) / f"completions_{world().rank}.pt"
+def _sampled_file(checkpoint: str) -> Path:
+    return Path(checkpoint) / f"sampled_{world().rank}.pt"
 
 
 def _number(value: float) -> float | None:
@@ -375,12 +414,13 @@ def answered(trainer: Trainer, rows: Dataset, count: int = 3) -> list[dict[str, 
     )
     model, found = trainer.model, []
     model.eval()
-    for row in rows.select(range(min(count, len(rows)))):
-        prompt = torch.tensor([row["prompt_ids"]], device=trainer.args.device)
-        with torch.no_grad(), torch.autocast(prompt.device.type, dtype=torch.bfloat16, enabled=trainer.args.bf16):
-            ids = model.generate(input_ids=prompt, generation_config=config)[0].tolist()
-        length = prompt.shape[1]
-        found.append({"input_ids": ids, "labels": [-100] * length + ids[length:]})
+    with sharding.put_together(model):
+        for row in rows.select(range(min(count, len(rows)))):
+            prompt = torch.tensor([row["prompt_ids"]], device=trainer.args.device)
+            with torch.no_grad(), torch.autocast(prompt.device.type, dtype=torch.bfloat16, enabled=trainer.args.bf16):
+                ids = model.generate(input_ids=prompt, generation_config=config)[0].tolist()
+            length = prompt.shape[1]
+            found.append({"input_ids": ids, "labels": [-100] * length + ids[length:]})
     return found
 
 
