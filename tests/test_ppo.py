@@ -222,6 +222,9 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
     found = [steps(broken, step, lora, *options) for step in (1, 4, 6, 7)][-1]
     for name in ("loss", "reward", "kl", "kl_coef", "value_loss", "num_tokens", "explained_variance"):
         assert kit.curve(broken, name) == kit.curve(unbroken, name), name
+    logs = [(root / "output" / "completions.jsonl").read_text() for root in (broken, unbroken)]
+    assert logs[0] == logs[1]
+    assert logs[0].count("\n") == 2 * 8 * (2 if "accumulation_steps=2" in str(options) else 1)
     names = sorted(path.name for path in expected.glob("*.safetensors"))
     assert len(names) == 2
     for name in names:

@@ -30,7 +30,8 @@ class Sampled:
         prompt, completion: as text.
         rewards: by name; None where a reward does not apply.
         reward: their weighted sum.
-        advantage: how much better it is than the others of its group.
+        advantage: how much better it is than the others of its group; with PPO the mean over its tokens of how much
+            better it became than was foreseen.
     """
 
     step: int

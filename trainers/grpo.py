@@ -19,7 +19,6 @@ from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import RepeatSampler
 
 from blueprints.errors import DataError, EnvironmentFault
-from blueprints.recipe.rewards import RESERVED
 from blueprints.recipe.schema import GRPOOptions, Recipe
 from trainers import evaluate, sharding
 from trainers.checkpoint import ResumableTrainer
@@ -33,7 +32,7 @@ from trainers.metrics import measure
 from trainers.model import embedding_rows, load_model, load_tokenizer
 from trainers.peft import with_adapter
 from trainers.process import say, world
-from trainers.rewards import Reward, Text, load_rewards, total
+from trainers.rewards import Reward, Text, check_columns, load_rewards, total
 from trainers.rollout import cut
 from trainers.run import Run, learning_rate, refusals
 from trainers.settings import Setting
@@ -372,15 +371,7 @@ def check_prompts(data: PreparedData, rewards: Sequence[Reward], args: GRPOConfi
             todo="lower training.per_device_train_batch_size or training.gradient_accumulation_steps, raise "
             "grpo.num_generations, or use more prompts",
         )
-    columns = {name for text in data.train["columns"] for name in json.loads(text)}
-    for name in sorted(columns & set(RESERVED)):
-        raise DataError(
-            f"the rows have a column {name!r}, which is the name of an argument that every reward gets",
-            where="dataset",
-            todo="rename the column",
-        )
-    for reward in rewards:
-        reward.check(columns)
+    check_columns(rewards, data.train["columns"])
 
 
 def with_columns(rows: Dataset) -> Dataset:

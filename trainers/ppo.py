@@ -30,6 +30,7 @@ from blueprints.recipe.schema import PPOOptions, Recipe
 from trainers import evaluate, rollout
 from trainers.actor_critic import ActorCritic, Reference, completion_logprobs, critic_trunk, language_model
 from trainers.checkpoint import ResumableTrainer
+from trainers.completions import FILE, CompletionLog, Sampled
 from trainers.data import PreparedData, first_ids, open_prepared
 from trainers.evaluate import Question
 from trainers.mask import mask_proof
@@ -49,7 +50,7 @@ from trainers.ppo_math import (
 )
 from trainers.process import say, world
 from trainers.reward_model import RewardModel
-from trainers.rewards import Reward, Score, load_rewards, total
+from trainers.rewards import Reward, Score, check_columns, load_rewards, total
 from trainers.rollout import Completion, Rollout, Sampling
 from trainers.run import Run, learning_rate, refusals
 from trainers.settings import Setting
@@ -206,8 +207,12 @@ class Trainer(ResumableTrainer):
         self.reference, self.kl_coef = reference, options.kl_coef
         self.rollout: Rollout | None = None
         self._sums: dict[str, torch.Tensor] = {}
-        self._told: dict[str, int] = {}
+        self._idle = {"equal": 0, "late": 0}
+        self.completions = CompletionLog(
+            run.where.output / FILE, shown=options.num_completions_to_print, main=run.world.main
+        )
         super().__init__(**settings)
+        self.add_callback(self.completions)
         self._total_train_tokens = 0
 
     @property
@@ -267,7 +272,7 @@ class Trainer(ResumableTrainer):
             self.kl_coef = adapted_kl_coef(
                 self.kl_coef, made.stats["kl"], self.options.kl_target, self.options.kl_horizon, len(found)
             )
-        self._warn(found)
+        self._note(found, made)
         return made
 
     def sample(self, prompts: Sequence[list[int]], number: int, places: Sequence[int]) -> list[list[int]]:
@@ -306,19 +311,40 @@ class Trainer(ResumableTrainer):
         """bfloat16 where the run computes in it."""
         return torch.autocast(self.args.device.type, dtype=torch.bfloat16, enabled=self.args.bf16)
 
-    def _warn(self, found: Sequence[Completion]) -> None:
-        """Say what keeps a batch from teaching anything: at first, and at every tenth batch in a row."""
-        equal = len({each.score for each in found}) == 1
+    def _note(self, found: Sequence[Completion], made: Rollout) -> None:
+        """Write the batch down, and say what keeps it from teaching anything: at first, then at every tenth in a row."""
+        asked = self.scorer.rows.select([each.row for each in found])["prompt"]
+        texts = self.scorer.tokenizer.batch_decode([each.tokens for each in found], skip_special_tokens=True)
+        names = [reward.__name__ for reward in self.scorer.rewards]
+        advantages = made.tensors["advantages"].sum(dim=1) / torch.tensor(made.lengths)
+        self.completions.add(
+            [
+                Sampled(
+                    self.state.global_step + 1,
+                    prompt,
+                    text,
+                    dict(zip(names, each.scores, strict=True)),
+                    each.score,
+                    advantage,
+                )
+                for prompt, text, each, advantage in zip(asked, texts, found, advantages.tolist(), strict=True)
+            ]
+        )
         faults = {
-            f"all {len(found)} completions got the reward {found[0].score:g}: there is nothing to learn from them. Look at "
-            "the rewards, the prompts and ppo.temperature": equal,
-            f"none of {len(found)} completions ended within ppo.max_completion_length={self.sampling.max_new_tokens} "
-            "tokens: raise it, or teach the model to end with ppo.missing_eos_penalty": not any(e.ended for e in found),
+            "equal": (
+                len({each.score for each in found}) == 1,
+                f"all {len(found)} completions got the reward {found[0].score:g}: there is nothing to learn from them. Look "
+                "at the rewards, the prompts and ppo.temperature",
+            ),
+            "late": (
+                not any(each.ended for each in found),
+                f"none of {len(found)} completions ended within ppo.max_completion_length={self.sampling.max_new_tokens} "
+                "tokens: raise it, or teach the model to end with ppo.missing_eos_penalty",
+            ),
         }
-        for text, holds in faults.items():
-            key = text[:9]
-            self._told[key] = self._told.get(key, 0) + 1 if holds else 0
-            if self._told[key] % 10 == 1:
+        for name, (holds, text) in faults.items():
+            self._idle[name] = self._idle[name] + 1 if holds else 0
+            if self._idle[name] % 10 == 1:
                 say(f"warning: {text}")
 
     # --- training ----------------------------------------------------------------------------------
@@ -372,13 +398,14 @@ class Trainer(ResumableTrainer):
     # --- checkpoints -------------------------------------------------------------------------------
 
     def resumable_state(self) -> dict[str, Any]:
-        """With the weight of the KL penalty, which may have been adapted."""
-        return super().resumable_state() | {"kl_coef": self.kl_coef}
+        """With the weight of the KL penalty, which may have been adapted, and for how long nothing was learnt."""
+        return super().resumable_state() | {"kl_coef": self.kl_coef, "idle": self._idle}
 
     def restore(self, state: Any) -> None:
         """Take up the state of a checkpoint's seal."""
         super().restore(state)
         self.kl_coef = float(state["kl_coef"])
+        self._idle = dict(state["idle"])
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         directory = Path(output_dir or self.args.output_dir)
@@ -465,8 +492,8 @@ def assemble(
         "objective": objective,
         "value": masked_mean(values, mask).item(),
         "explained_variance": explained_variance(values, returns, mask),
-        "completion_length": mask.sum(dim=1).mean().item(),
-        "truncated": late.mean().item(),
+        "completions/mean_length": mask.sum(dim=1).mean().item(),
+        "completions/clipped_ratio": late.mean().item(),
     }
     tensors = {
         "logprobs": logprobs,
@@ -501,7 +528,7 @@ def train(run: Run) -> None:
     plan = plan_of(recipe, len(data.train))
     args.max_steps = plan.steps
     held_out = data.eval.select(range(min(len(data.eval), recipe.eval.max_rows))) if data.eval else None
-    rewards = load(options, run, args.device)
+    rewards = load(options, run, args.device, data.train)
     with refusals():
         trunk = critic_trunk(base, recipe) if options.value_head == "separate" else None
         model, adapter = with_adapter(run, base)
@@ -545,10 +572,12 @@ def plan_of(recipe: Recipe, rows: int) -> Plan:
     )
 
 
-def load(options: PPOOptions, run: Run, device: torch.device) -> Sequence[Reward | RewardModel]:
+def load(options: PPOOptions, run: Run, device: torch.device, rows: Dataset) -> Sequence[Reward | RewardModel]:
     """What scores completions: the recipe's functions, or its reward model."""
     if options.reward_model is None:
-        return load_rewards(options.reward_funcs, "ppo.reward_funcs")
+        rewards = load_rewards(options.reward_funcs, "ppo.reward_funcs")
+        check_columns(rewards, rows["columns"])
+        return rewards
     return [RewardModel(run.where.root / "reward_model", device, run.recipe.training.per_device_eval_batch_size)]
 
 

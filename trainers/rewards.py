@@ -12,7 +12,7 @@ import json
 import math
 import re
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from blueprints.errors import UsageError
+from blueprints.errors import DataError, UsageError
 from blueprints.recipe.rewards import RESERVED, arguments, is_own, nearest, shown_names
 from blueprints.recipe.schema import RewardFunction
 from trainers.functions import load_function
@@ -171,6 +171,27 @@ def load_rewards(specs: Sequence[RewardFunction], key: str) -> list[Reward]:
     """
     names = shown_names(specs)
     return [Reward(spec, name, f"{key}[{index}]") for index, (spec, name) in enumerate(zip(specs, names, strict=True))]
+
+
+def check_columns(rewards: Sequence[Reward], columns: Iterable[str]) -> None:
+    """The rewards can be called with the rows' columns.
+
+    Args:
+        columns: of each row, its columns as JSON.
+
+    Raises:
+        DataError: a column has the name of an argument of every reward.
+        UsageError: a reward needs what the rows do not have.
+    """
+    names = {name for text in columns for name in json.loads(text)}
+    for name in sorted(names & set(RESERVED)):
+        raise DataError(
+            f"the rows have a column {name!r}, which is the name of an argument that every reward gets",
+            where="dataset",
+            todo="rename the column",
+        )
+    for reward in rewards:
+        reward.check(names)
 
 
 def total(rewards: Sequence[Reward], scores: Sequence[Sequence[Score]]) -> list[Score]:

@@ -400,6 +400,9 @@ class PPOOptions(Block):
     """Longest completion in tokens."""
     local_rollout_forward_batch_size: PositiveInt = 64
     """Completions per process that are generated at once: more is faster and needs more memory."""
+    num_completions_to_print: NonNegativeInt = 2
+    """Completions of the newest batch shown at each log line, the best and the worst first. All are in
+    `output/completions.jsonl`."""
 
 
 class GRPOOptions(Block):
