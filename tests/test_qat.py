@@ -170,6 +170,7 @@ def test_a_group_that_does_not_fit_the_layers_is_refused_before_training(
     [
         (["lora.quantize_base=true"], "lora.quantize_base", "QLoRA cannot be combined with the method qat"),
         (["lora.lora_dropout=0.1"], "lora.lora_dropout", "adapter's input alone"),
+        (["resources.strategy=fsdp", "resources.gpu=2"], "resources.strategy", "apart from each other"),
         (["output.merge=true"], "output.merge", "saved in any case"),
         (["qat.base_config=int5"], "qat.base_config", "int4_weight_only"),
         (["qat.group_size=4"], "qat.group_size", "8"),

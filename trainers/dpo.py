@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import save_file
 from trl import DPOConfig, DPOTrainer
@@ -141,6 +142,9 @@ def train(run: Run) -> None:
             peft_config=adapter,
             callbacks=run.callbacks(),
         )
+    if isinstance(trainer.model, PeftModel) and "ref" in trainer.model.peft_config:
+        # TRL's frozen copy of the adapter of `lora.from`: the reference's log-probabilities are known without it.
+        trainer.model.delete_adapter("ref")
     run.fit(
         trainer,
         settings=settings(trainer, run, data),

@@ -278,6 +278,16 @@ def _added_tokens(at: Checked) -> Iterator[Fault]:
         )
 
 
+def _rounded_sum(at: Checked) -> Iterator[Fault]:
+    if at.recipe.method == "qat" and at.recipe.lora and at.recipe.resources.strategy == "fsdp":
+        yield at.fault(
+            "resources.strategy",
+            "with adapters QAT rounds the sum of weight and adapter, and `fsdp` shards the two apart from each other",
+            "ddp, zero2 or zero3 for qat with `lora`",
+            "Set `resources.strategy: zero3`.",
+        )
+
+
 def _patterns(at: Checked) -> Iterator[Fault]:
     """Layers chosen by a regular expression that is none: PEFT would stop after the model was fetched and loaded."""
     lora = at.recipe.lora
@@ -652,6 +662,7 @@ RULES: tuple[Rule, ...] = (
     _methods_own_training,
     _reference_by_adapter,
     _added_tokens,
+    _rounded_sum,
     _patterns,
     _half_precision,
     _processes,
